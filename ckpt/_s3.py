@@ -1,0 +1,271 @@
+"""S3 and the stores that speak it (AWS, Ceph, MinIO, R2, ...), on the client of s3fs.
+
+Only calls that are whole or nothing are used: PutObject with Content-MD5, which the store checks; multipart uploads whose
+parts are checked likewise and which are aborted on any failure; ranged reads tied to one version by its etag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckpt._files import NewFile, Source, translate_os_error
+from ckpt._s3_client import Body, S3Client
+from ckpt._transfer import Budget, Watch, close_at_exit, immortal
+from ckpt.credentials import Credentials, check_credentials, check_storage_options, resolve_credentials
+from ckpt.errors import AccessDeniedError, ConfigError
+from ckpt.storage import MEMORY_BUDGET, STALL_TIMEOUT, Entry, Progress, Receipt, check_key, normalize_uri, scheme_of
+
+T = TypeVar("T")
+PART_SIZE = 16 * 2**20
+"""Bytes of a part: large enough that requests cost little, small enough that several fit a modest budget."""
+MIN_PART_SIZE = 5 * 2**20
+"""S3's own limit for all parts but the last."""
+CONNECT_TIMEOUT = 10
+"""Seconds."""
+REFRESH_BEFORE = 300
+"""Seconds before they expire at which credentials with a known end are fetched anew."""
+
+_alive: weakref.WeakSet[S3Storage] = weakref.WeakSet()
+
+
+class S3Storage:
+    """Objects under a prefix of a bucket.
+
+    It pickles as its configuration, connects at its first use in each process, and is used by many threads at once.
+
+    Args:
+        uri: `s3://<bucket>/<prefix>`.
+        credentials: see `ckpt.credentials`.
+        storage_options: options of s3fs without secrets; `region` is understood too.
+        memory_budget: bytes that all transfers of this storage together may hold.
+        stall_timeout: seconds without a moved byte after which a transfer is cancelled.
+        part_size: bytes of a part of a multipart upload; grows with the file so that 10,000 parts are enough.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        credentials: Credentials = "env",
+        storage_options: Mapping[str, Any] | None = None,
+        memory_budget: int = MEMORY_BUDGET,
+        stall_timeout: float = STALL_TIMEOUT,
+        part_size: int = PART_SIZE,
+    ) -> None:
+        self._uri = normalize_uri(uri)
+        if scheme_of(self._uri) != "s3":
+            raise ConfigError(f"storage URI {self._uri!r} is not of S3")
+        if not MIN_PART_SIZE <= part_size <= memory_budget:
+            raise ConfigError(
+                f"memory_budget ({memory_budget} bytes) must hold a part ({part_size}), a part at least {MIN_PART_SIZE}"
+            )
+        self._bucket, _, prefix = self._uri.removeprefix("s3://").partition("/")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._credentials = check_credentials(credentials)
+        self._options = check_storage_options(storage_options)
+        self._memory_budget = memory_budget
+        self._stall_timeout = stall_timeout
+        self._part_size = part_size
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._connected: S3Client | None = None
+        _alive.add(self)
+
+    def __repr__(self) -> str:
+        return f"S3Storage({self._uri!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in {"_lock", "_connected"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    @property
+    def uri(self) -> str:
+        """The root."""
+        return self._uri
+
+    def create(self, key: str, data: bytes) -> None:
+        """Put the object on the condition that there is none (`If-None-Match: *`), or raise `ObjectExistsError`."""
+        path = self._path(key)
+        self._run("create", key, lambda client: client.create(path, data))
+
+    def write(self, key: str, data: bytes) -> None:
+        """Put the object."""
+        path = self._path(key)
+        self._run("write", key, lambda client: client.put("write", path, Body(data)))
+
+    def read(self, key: str) -> bytes:
+        """All bytes of the object."""
+        path = self._path(key)
+        return self._run("read", key, lambda client: client.read(path))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Every object whose key starts with `prefix`, by key, as the store says now.
+
+        Keys that end with a slash are some tools' way to mark folders; they are no files and left out.
+        """
+        found = self._run("list", prefix, lambda client: client.listing(self._prefix + prefix))
+        entries = [_entry(said, len(self._prefix)) for said in found if said["Key"][-1] != "/"]
+        # Sorted here, because some stores do not answer in order (S3 Express, gateways).
+        return iter(sorted(entries, key=lambda entry: entry.key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove the objects, 1000 in a request; a missing one is fine."""
+        paths = [self._path(key) for key in keys]
+        self._run("delete", "", lambda client: client.delete(paths))
+
+    def upload(self, source: Path, key: str, *, progress: Progress) -> Receipt:
+        """Copy a local file to `key`: in one request, or from two part sizes on in parts, several at a time."""
+        path, watch = self._path(key), Watch(progress, self._stall_timeout)
+        with Source(source) as reading:
+            return self._run("upload", key, lambda client: client.upload(reading, path, watch), watch)
+
+    def download(self, key: str, target: Path, *, progress: Progress) -> Receipt:
+        """Copy an object to a local file, in ranges of one version of it, several at a time."""
+        path, watch = self._path(key), Watch(progress, self._stall_timeout)
+        try:
+            with NewFile(target.parent) as new:
+                etag = self._run("download", key, lambda client: client.download(path, new, watch), watch)
+                new.replace(target)
+        except OSError as error:
+            if error is watch.error:
+                raise
+            raise translate_os_error("write", target, error) from error
+        return Receipt(size=new.size, digest=new.digest, etag=etag)
+
+    def abort_uploads(self, *, older_than: float) -> int:
+        """Abort multipart uploads under the root that dead processes left; a store bills their parts for ever.
+
+        Args:
+            older_than: seconds since an upload was begun; take more than a living one can last.
+
+        Returns:
+            How many there were.
+        """
+        return self._run("abort", "", lambda client: client.abort_uploads(self._prefix, older_than))
+
+    def _path(self, key: str) -> str:
+        path = self._prefix + check_key(key)
+        if len(path.encode()) > 1024:
+            raise ConfigError(f"key s3://{self._bucket}/{path} has over 1024 bytes, S3's limit; use a shorter storage path")
+        return path
+
+    def _run(
+        self, verb: str, key: str, work: Callable[[S3Client], Coroutine[Any, Any, T]], watch: Watch | None = None
+    ) -> T:
+        # Small objects have no bytes to watch; twice the time covers a connection that hangs and one more try.
+        watch = watch or Watch(lambda _: None, 2 * self._stall_timeout)
+        client = self._client()
+        return watch.run(work(client), f"{verb} {self._uri}/{key}")
+
+    def _client(self) -> S3Client:
+        with self._lock:
+            if self._connected is None:
+                client = self._connect()
+                # It lives on in transfers under way; only when they too are done with it are its connections closed.
+                weakref.finalize(self, close_at_exit(id(client), client.close)).atexit = False
+                self._connected = client
+            return self._connected
+
+    def _connect(self) -> S3Client:
+        import s3fs
+
+        found = resolve_credentials(self._credentials, "s3")
+        session = _renewing_session(self._credentials, found)
+        options = _options({**_named(found), **self._options}, self._memory_budget // self._part_size, self._stall_timeout)
+        if session is not None:
+            options = {**options, "session": session, "key": None, "secret": None, "token": None}
+        try:
+            fs = s3fs.S3FileSystem(asynchronous=True, skip_instance_cache=True, use_listings_cache=False, **options)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"storage_options for {self._uri}: s3fs says {error}") from error
+        fs.retries = 1  # its own know too few errors and give up within two seconds
+        return S3Client(fs, self._bucket, budget=Budget(self._memory_budget), part_size=self._part_size)
+
+    def _forked(self) -> None:
+        if self._connected is not None:
+            immortal(self._connected)
+        self._begin()
+
+
+def _after_fork() -> None:
+    for storage in list(_alive):
+        storage._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _options(given: Mapping[str, Any], parts: int, stall_timeout: float) -> dict[str, Any]:
+    """Options of s3fs: what a checkpoint needs, under what the user says."""
+    config = {
+        "connect_timeout": CONNECT_TIMEOUT,
+        "read_timeout": max(60.0, stall_timeout),
+        "max_pool_connections": max(16, min(64, parts)),
+        "retries": {"mode": "standard", "max_attempts": 2},
+        # Newer SDKs send checksums in a trailer otherwise, which Ceph and others refuse; Content-MD5 does the same for us.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "tcp_keepalive": True,
+        **given.get("config_kwargs", {}),
+    }
+    # Content-MD5 covers the body; a SHA-256 of it on top would be computed on the event loop.
+    config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
+    options = {**given, "config_kwargs": config}
+    region = options.pop("region", None) or options.pop("region_name", None)
+    if region:
+        options["client_kwargs"] = {"region_name": region, **options.get("client_kwargs", {})}
+    return options
+
+
+def _named(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Credentials under the names that s3fs has for them."""
+    names = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_session_token": "token"}
+    return {names.get(name, name): value for name, value in found.items() if name != "expires_at"}
+
+
+def _renewing_session(credentials: Credentials, found: Mapping[str, Any]) -> Any:
+    """A session that asks for new credentials by itself before these expire; None where their end is not known."""
+    if found.get("expires_at") is None:
+        return None
+    from aiobotocore.credentials import AioRefreshableCredentials
+    from aiobotocore.session import AioSession
+
+    def metadata(options: Mapping[str, Any]) -> dict[str, Any]:
+        named = _named(options)
+        try:
+            keys = {"access_key": named["key"], "secret_key": named["secret"], "token": named.get("token")}
+        except KeyError as error:
+            raise AccessDeniedError(f"the credentials have an end but no {error}") from None
+        return {**keys, "expiry_time": _iso(options["expires_at"])}
+
+    async def refresh() -> dict[str, Any]:
+        return metadata(await asyncio.to_thread(resolve_credentials, credentials, "s3"))
+
+    session = AioSession()
+    session._credentials = AioRefreshableCredentials.create_from_metadata(
+        metadata(found), refresh, "prefect-ckpt", advisory_timeout=REFRESH_BEFORE, mandatory_timeout=REFRESH_BEFORE // 5
+    )
+    return session
+
+
+def _iso(when: Any) -> str:
+    if isinstance(when, int | float):
+        when = datetime.fromtimestamp(when, UTC)
+    return when.isoformat() if isinstance(when, datetime) else str(when)
+
+
+def _entry(said: Mapping[str, Any], prefix: int) -> Entry:
+    etag = said.get("ETag")
+    return Entry(key=said["Key"][prefix:], size=said["Size"], etag=etag.strip('"') if etag else None)

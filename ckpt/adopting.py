@@ -1,0 +1,63 @@
+"""What a new attempt takes over: it publishes what was committed and not published, and says what was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt.attempts import Attempt, Found
+from ckpt.commits import read_commit, read_manifests
+from ckpt.history import History, covered
+from ckpt.inflight import Live
+from ckpt.layout import CommitId
+from ckpt.manifest import Manifest, Tombstone
+from ckpt.publishing import Publisher
+from ckpt.records import ReportRecord, ReportState
+
+_LOST = "its process ended before the report was final"
+
+
+def adopt(publisher: Publisher, live: Live, found: Found, first_seq: int) -> None:
+    """Give every seq below `first_seq` a published row, and hand over what is retained.
+
+    For a seq that has neither a commit nor a row a tombstone is created at the commit's own key, so that a straggling
+    upload of the old driver cannot commit it any more; if the commit was there first after all, it is adopted.
+    """
+    manifests = {
+        manifest.seq: manifest
+        for manifest in read_manifests(live.attempt.objects, [c for c in found.commits if found.lineage.counts(c)])
+    }
+    history = History(objects=live.attempt.objects, refer=publisher.refer, lineage=found.lineage)
+    missing = sorted(set(range(first_seq)) - covered(history))
+    rows = [_row(publisher, live.attempt, found, manifests, seq) for seq in missing]
+    retained = [record_of(publisher, manifest) for _, manifest in sorted(manifests.items())]
+    for record in retained:
+        if record.checkpoint is not None:
+            live.locations.add(record.checkpoint.uri)
+    publisher.adopt(retained, rows)
+
+
+def record_of(publisher: Publisher, manifest: Manifest) -> ReportRecord:
+    """The record of a commit that was read."""
+    return ReportRecord(
+        seq=manifest.seq, attempt=manifest.attempt, name=manifest.name, state=ReportState.COMMITTED,
+        metrics=manifest.metrics, checkpoint=publisher.reference(manifest), nbytes=manifest.nbytes,
+        nfiles=len(manifest.files), created=manifest.created,
+    )  # fmt: skip
+
+
+def _row(
+    publisher: Publisher, attempt: Attempt, found: Found, manifests: Mapping[int, Manifest], seq: int
+) -> ReportRecord:
+    if seq in manifests:
+        return record_of(publisher, manifests[seq])
+    commit = CommitId(seq, found.lineage.owner_of(seq))
+    settled = read_commit(attempt.objects, commit) if commit in found.commits else None
+    if settled is None:
+        lost = Tombstone(seq=seq, attempt=commit.attempt, name="", state=ReportState.LOST.value, reason=_LOST)
+        settled = attempt.give_up(lost)
+    if isinstance(settled, Manifest):
+        return record_of(publisher, settled)
+    return ReportRecord(
+        seq=seq, attempt=commit.attempt, name=settled.name, state=ReportState(settled.state), metrics=settled.metrics,
+        reason=settled.reason, created=settled.created,
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""The published history: one row per report, in create-only segments, read lazily."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from ckpt._json import dumps, loads
+from ckpt.checkpoint import Checkpoint
+from ckpt.commits import Lineage
+from ckpt.errors import FormatError, ObjectExistsError, ObjectNotFoundError
+from ckpt.layout import HISTORY, CommitId, Segment, parse_segment
+from ckpt.records import ReportRecord, ReportState
+from ckpt.storage import Objects, join_uri
+
+logger = logging.getLogger("ckpt")
+
+Refer = Callable[[str], Checkpoint]
+"""Makes a reference from a URI in a row, with the run's credentials."""
+
+
+def write_segment(objects: Objects, attempt: int, rows: Sequence[ReportRecord]) -> None:
+    """Publish rows of consecutive seqs, by one `create`."""
+    segment = Segment(attempt, rows[0].seq, rows[-1].seq)
+    body = "".join(dumps(row.to_json()) + "\n" for row in rows)
+    try:
+        objects.create(segment.key, body.encode())
+    except ObjectExistsError:
+        logger.debug("%s is there already, from a try whose answer got lost", segment.key)
+
+
+def list_segments(objects: Objects) -> list[Segment]:
+    """Every segment, by first seq; one listing."""
+    found = [segment for entry in objects.list(HISTORY) if (segment := parse_segment(entry.key))]
+    return sorted(found, key=lambda segment: (segment.first, segment.attempt, segment.last))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The rows that one segment contributes: `first`..`last`, the first of them at `position` in the history."""
+
+    position: int
+    segment: Segment
+    first: int
+    last: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class History(Sequence[ReportRecord]):
+    """Every report of a run, retained or not, checkpoint or not, in order; segments are read when they are looked at.
+
+    A damaged row shows as LOST and says so.
+    """
+
+    objects: Objects
+    """Rooted at the run."""
+    refer: Refer
+    lineage: Lineage
+    tail: Sequence[ReportRecord] = ()
+    """Rows that could not be written to the store."""
+    _pieces: list[_Piece] | None = field(default=None, repr=False)
+    _cached: tuple[Segment, list[ReportRecord]] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        pieces = self._index()
+        stored = pieces[-1].position + pieces[-1].last - pieces[-1].first + 1 if pieces else 0
+        return stored + len(self.tail)
+
+    @overload
+    def __getitem__(self, index: int) -> ReportRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ReportRecord]: ...
+    def __getitem__(self, index: int | slice) -> ReportRecord | list[ReportRecord]:
+        if isinstance(index, slice):
+            return [self._at(position) for position in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"report {index} of {len(self)}")
+        return self._at(position)
+
+    def __iter__(self) -> Iterator[ReportRecord]:
+        for piece in self._index():
+            yield from self._rows(piece)
+        yield from self.tail
+
+    def __reversed__(self) -> Iterator[ReportRecord]:
+        yield from reversed(self.tail)
+        for piece in reversed(self._index()):
+            yield from reversed(self._rows(piece))
+
+    def _at(self, position: int) -> ReportRecord:
+        for piece in reversed(self._index()):
+            if piece.position <= position <= piece.position + piece.last - piece.first:
+                return self._rows(piece)[position - piece.position]
+        return self.tail[position - (len(self) - len(self.tail))]
+
+    def _index(self) -> list[_Piece]:
+        if self._pieces is None:
+            self._pieces = []
+            position, done = 0, -1
+            for segment in list_segments(self.objects):
+                last = self._last_counting(segment)
+                first = max(segment.first, done + 1)
+                if first <= last:
+                    self._pieces.append(_Piece(position, segment, first, last))
+                    position, done = position + last - first + 1, last
+        return self._pieces
+
+    def _last_counting(self, segment: Segment) -> int:
+        """The last seq of a segment that no later attempt superseded."""
+        bounds = [start.first_seq for n, start in self.lineage.starts.items() if n > segment.attempt]
+        return min([segment.last, *(bound - 1 for bound in bounds)])
+
+    def _rows(self, piece: _Piece) -> list[ReportRecord]:
+        if self._cached is None or self._cached[0] != piece.segment:
+            self._cached = (piece.segment, read_segment(self.objects, piece.segment, self.refer))
+        by_seq = {row.seq: row for row in self._cached[1]}
+        return [by_seq.get(seq) or _damaged(piece.segment, seq) for seq in range(piece.first, piece.last + 1)]
+
+
+def read_segment(objects: Objects, segment: Segment, refer: Refer) -> list[ReportRecord]:
+    """The rows of one segment that can be read; damage is warned about."""
+    where = join_uri(objects.uri, segment.key)
+    rows = []
+    try:
+        lines = objects.read(segment.key).splitlines()
+    except ObjectNotFoundError:
+        logger.warning("%s is gone; its reports show as lost", where)
+        return []
+    for line in lines:
+        try:
+            rows.append(_row(loads(line, where), refer))
+        except (FormatError, KeyError, TypeError, ValueError) as error:
+            logger.warning("A row of %s is damaged and shows as lost: %s", where, error)
+    return rows
+
+
+def _row(body: dict[str, Any], refer: Refer) -> ReportRecord:
+    return ReportRecord.from_json(body, refer)
+
+
+def _damaged(segment: Segment, seq: int) -> ReportRecord:
+    return ReportRecord(
+        seq=seq,
+        attempt=segment.attempt,
+        name="",
+        state=ReportState.LOST,
+        metrics={},
+        reason=f"its row in {segment.key} cannot be read",
+    )
+
+
+def covered(history: History) -> set[int]:
+    """Seqs that have a row."""
+    return {seq for piece in history._index() for seq in range(piece.first, piece.last + 1)}
+
+
+def commit_of(record: ReportRecord) -> CommitId:
+    """The commit of a record."""
+    return CommitId(record.seq, record.attempt)

@@ -1,0 +1,174 @@
+"""What one process knows of a run it has open: slots, locations in use, and where each upload is.
+
+`upload()` gets a small picklable `Destination`; in the run's own process it finds the live state here, in another one (a
+process pool, Dask, Ray) it makes what it needs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.attempts import Attempt, LooksFirst
+from ckpt.config import UploadConfig
+from ckpt.credentials import Credentials
+from ckpt.errors import CommittedError, DeadlineError
+from ckpt.records import ReportState
+from ckpt.slots import UploadSlots
+from ckpt.staging import Staging
+from ckpt.storage import Objects, Storage, open_storage
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """One upload on its way."""
+
+    seq: int
+    state: ReportState = ReportState.SUBMITTED
+    step: str = "submitted"
+    """For people: `waiting for a slot`, `uploading`, ..."""
+    moved: int = 0
+    """Bytes moved so far, retries included."""
+    since: float = field(default_factory=time.monotonic)
+    """Monotonic seconds when it was submitted."""
+    active: float = field(default_factory=time.monotonic)
+    """Monotonic seconds of its last sign of life."""
+    aborted: str | None = None
+    """Why it must stop, once it must."""
+    on_abort: list[Callable[[str], None]] = field(default_factory=list)
+    """Called with the reason; for waits that bytes do not interrupt."""
+
+    def enter(self, step: str, state: ReportState | None = None) -> None:
+        """Begin a step."""
+        self.step, self.state, self.active = step, state or self.state, time.monotonic()
+
+    def abort(self, reason: str) -> None:
+        """Make it stop at the next moved byte, or at once where it waits."""
+        self.aborted = reason
+        for callback in list(self.on_abort):
+            callback(reason)
+
+    def progress(self, nbytes: int) -> None:
+        """Bytes moved; raises `DeadlineError` inside the transfer once it was aborted."""
+        if self.aborted is not None:
+            raise DeadlineError(self.aborted)
+        self.moved += nbytes
+        self.active = time.monotonic()
+
+
+class Locations:
+    """Where this run's checkpoints are: no two may share, contain or lie in one another."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._lock = threading.Lock()
+
+    def claim(self, uri: str) -> None:
+        """Take a location.
+
+        Raises:
+            CommittedError: another report has it, or one that contains it or lies in it.
+        """
+        with self._lock:
+            for other in self._taken:
+                if uri == other or uri.startswith(f"{other}/") or other.startswith(f"{uri}/"):
+                    raise CommittedError(
+                        f"location {uri} equals, contains or lies in {other}, which another report of this run uses: "
+                        "give every checkpoint a location of its own (build_checkpoint_path_from_name makes one)"
+                    )
+            self._taken.add(uri)
+
+    def add(self, uri: str) -> None:
+        """Note a location that is in use already, whatever it overlaps."""
+        with self._lock:
+            self._taken.add(uri)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """The live state of one open attempt."""
+
+    storage: Storage
+    """Rooted at the run."""
+    attempt: Attempt
+    slots: UploadSlots
+    staging: Staging | None = None
+    locations: Locations = field(default_factory=Locations)
+    flights: dict[int, Flight] = field(default_factory=dict)
+
+    def flight(self, seq: int) -> Flight:
+        """The report's flight; made on first use."""
+        return self.flights.setdefault(seq, Flight(seq=seq))
+
+    def abort(self, reason: str) -> None:
+        """End every upload: those that wait are dropped, those under way stop and clean up."""
+        self.slots.drop_waiting(reason)
+        for flight in list(self.flights.values()):
+            flight.abort(reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """Where the uploads of one attempt go: picklable, and without secrets."""
+
+    uri: str
+    """Of the run."""
+    run: str
+    """Its name."""
+    run_id: str
+    attempt: int
+    nonce: str
+    """Of the attempt's owner."""
+    credentials: Credentials
+    storage_options: dict[str, Any]
+    upload_config: UploadConfig
+    create_enforced: bool = True
+    git_commit: str | None = None
+
+    def open(self) -> Storage:
+        """A storage rooted at the run."""
+        config = self.upload_config
+        return open_storage(
+            self.uri,
+            credentials=self.credentials,
+            storage_options=self.storage_options,
+            memory_budget=config.memory_bytes,
+            stall_timeout=config.stall_timeout,
+            retry_budget=config.retry_budget,
+        )
+
+    def live(self) -> Live:
+        """The attempt's live state in this process; made where the run was not opened here."""
+        with _lock:
+            found = _open.get(self._key)
+            if found is None:
+                storage = self.open()
+                slots = UploadSlots(self.upload_config.max_concurrent_uploads, self.upload_config.max_pending)
+                found = _open[self._key] = Live(storage=storage, attempt=self.attempt_on(storage), slots=slots)
+            return found
+
+    def attempt_on(self, objects: Objects) -> Attempt:
+        """The ownership, as an uploading process needs it."""
+        checked = objects if self.create_enforced else LooksFirst(objects)
+        return Attempt(objects=checked, number=self.attempt, nonce=self.nonce)
+
+    def register(self, live: Live) -> None:
+        """Make `live` what uploads of this process find."""
+        with _lock:
+            _open[self._key] = live
+
+    def unregister(self) -> None:
+        """Forget the live state."""
+        with _lock:
+            _open.pop(self._key, None)
+
+    @property
+    def _key(self) -> tuple[str, int, str]:
+        return self.uri, self.attempt, self.nonce
+
+
+_open: dict[tuple[str, int, str], Live] = {}
+_lock = threading.Lock()

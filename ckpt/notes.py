@@ -1,0 +1,90 @@
+"""Notes: facts about a commit that came after it. Create-only objects, so that writers never meet."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt._json import encode
+from ckpt.errors import ObjectNotFoundError
+from ckpt.layout import FORMAT, NOTES, CommitId, note_key, parse_note
+from ckpt.manifest import decode_object
+from ckpt.metrics import Metrics
+from ckpt.storage import Objects, join_uri
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """One later fact."""
+
+    commit: CommitId
+    metrics: Metrics = field(default_factory=dict)
+    """Added to the report's own; of the same key the later note wins."""
+    pin: bool | None = None
+    """True protects the checkpoint from retention, False lifts that; the latest note that says either counts."""
+    source: str = ""
+    """Who says so."""
+    created: float = 0.0
+    """Unix seconds, by the writer's clock."""
+
+
+def write_note(objects: Objects, commit: CommitId, **facts: Any) -> Note:
+    """Add a note about a commit; `facts` are fields of `Note`."""
+    note = Note(commit=commit, created=time.time(), **facts)
+    body = {"format": FORMAT, "metrics": note.metrics, "pin": note.pin, "source": note.source, "created": note.created}
+    objects.create(note_key(commit, uuid.uuid4().hex[:12]), encode(body))
+    return note
+
+
+class Notes:
+    """The notes of a run as far as they were read; `refresh` reads only what is new."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._read: set[str] = set()
+        self._of: dict[CommitId, list[Note]] = {}
+
+    def refresh(self) -> None:
+        """One listing, and one read per new note."""
+        for entry in self._objects.list(NOTES):
+            commit = parse_note(entry.key)
+            if commit is None or entry.key in self._read:
+                continue
+            try:
+                body = decode_object(self._objects.read(entry.key), join_uri(self._objects.uri, entry.key))
+            except ObjectNotFoundError:
+                continue
+            self._read.add(entry.key)
+            self._of.setdefault(commit, []).append(_note(commit, body))
+
+    def metrics(self, commit: CommitId, own: Mapping[str, Any]) -> Metrics:
+        """A commit's metrics with every evaluation so far."""
+        merged = dict(own)
+        for note in self._sorted(commit):
+            merged.update(note.metrics)
+        return merged
+
+    def pinned(self, commit: CommitId) -> bool:
+        """Whether retention must leave the commit alone."""
+        said = [note.pin for note in self._sorted(commit) if note.pin is not None]
+        return bool(said and said[-1])
+
+    def about(self, commits: Iterable[CommitId]) -> bool:
+        """Whether there is any note about one of `commits`."""
+        return any(commit in self._of for commit in commits)
+
+    def forget(self, commit: CommitId) -> list[str]:
+        """Keys of the notes about a commit that is being deleted."""
+        self._of.pop(commit, None)
+        return [entry.key for entry in self._objects.list(NOTES) if parse_note(entry.key) == commit]
+
+    def _sorted(self, commit: CommitId) -> list[Note]:
+        return sorted(self._of.get(commit, ()), key=lambda note: note.created)
+
+
+def _note(commit: CommitId, body: Mapping[str, Any]) -> Note:
+    known = {key: body[key] for key in ("metrics", "pin", "source", "created") if key in body}
+    return Note(commit=commit, **known)

@@ -1,0 +1,179 @@
+"""The ordering task: the only consumer of the line of reports, so that order holds by construction."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ckpt.config import UploadConfig
+from ckpt.errors import FencedError, StorageError, UploadFailedError
+from ckpt.inflight import Live
+from ckpt.manifest import Manifest, Tombstone
+from ckpt.publishing import FLUSH_INTERVAL, Publisher
+from ckpt.records import Pending, Report, ReportRecord, ReportState, Timings
+from ckpt.result import Result
+from ckpt.upload_functions import PASS_THROUGH
+
+logger = logging.getLogger("ckpt")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Reported:
+    """One report in line: what was said, and the pending answer (None for one that needs no upload)."""
+
+    report: Report
+    attempt: int
+    pending: Pending[ReportRecord] | None = None
+    final: ReportRecord | None = None
+    """Set where the outcome is known without an upload, or was settled by the ordering task."""
+    done_at: float | None = None
+    """Monotonic seconds when it became final, for `order_wait`."""
+    settled: threading.Event = field(default_factory=threading.Event)
+
+    def outcome(self, timeout: float | None = None) -> ReportRecord:
+        """The final record; whatever the engine raised becomes one.
+
+        Raises:
+            TimeoutError: not final after `timeout` seconds.
+        """
+        if self.final is not None:
+            return self.final
+        assert self.pending is not None
+        try:
+            return self.pending.result(timeout)
+        except UploadFailedError as error:
+            return error.record
+        except TimeoutError:
+            if self.final is not None:
+                return self.final
+            raise
+        except PASS_THROUGH as error:
+            return self.failed(f"interrupted by {type(error).__name__}")
+        except BaseException as error:  # noqa: BLE001 - an engine's own ways to end, such as Prefect's crashed runs
+            return self.failed(f"{type(error).__name__}: {error}")
+
+    def failed(self, reason: str) -> ReportRecord:
+        """A FAILED record with a reason."""
+        report = self.report
+        return ReportRecord(
+            seq=report.seq, attempt=self.attempt, name=report.name, state=ReportState.FAILED, metrics=report.metrics,
+            reason=reason, created=report.created, timings=Timings(stall=report.stall),
+        )  # fmt: skip
+
+
+class ReportLine:
+    """The line of reports in order; the trainer's thread appends, the ordering task takes.
+
+    Args:
+        publisher: makes them public.
+        live: the open attempt.
+        config: for deadlines.
+    """
+
+    def __init__(self, publisher: Publisher, live: Live, config: UploadConfig) -> None:
+        self.publisher, self.live, self.config = publisher, live, config
+        self._queue: queue.SimpleQueue[Reported | None] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        """What ended the run, told by `close`."""
+
+    def put(self, reported: Reported) -> None:
+        """Append the next report."""
+        self._queue.put(reported)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """No more reports come; the rest is drained."""
+        self.error = error
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[Reported]:
+        while True:
+            try:
+                item = self._queue.get(timeout=self.publisher.next_flush())
+            except queue.Empty:
+                self.publisher.flush_if_due()
+                continue
+            if item is None:
+                return
+            yield item
+
+
+def gather(line: ReportLine) -> Result:
+    """Await every report in sequence and publish it; a failed or skipped one takes its place and never blocks the next.
+
+    Holds no upload slot and calls no engine. Every wait has a deadline: an upload without a sign of life for longer than
+    its own deadlines allow is given up, by a tombstone that either wins against its commit or loses to it.
+
+    Returns:
+        The result, after the line was closed and drained.
+    """
+    for reported in line:
+        record = _await(reported, line)
+        if record.checkpoint is None and reported.pending is None and record.state is ReportState.SUBMITTED:
+            record = replace(record, state=ReportState.COMMITTED)
+        if reported.done_at is not None:
+            waited = max(0.0, time.monotonic() - reported.done_at)
+            record = replace(record, timings=replace(record.timings, order_wait=waited))
+        reported.final = record
+        line.publisher.publish(record, handled=reported.report.mode.waits)
+        reported.settled.set()
+    return line.publisher.finish(line.error)
+
+
+def _await(reported: Reported, line: ReportLine) -> ReportRecord:
+    """The record of the head of the line; meanwhile flushes, warns of slow uploads, and watches for a dead one."""
+    warned = time.monotonic()
+    while True:
+        flush = line.publisher.next_flush()
+        try:
+            return reported.outcome(min(FLUSH_INTERVAL, line.config.slow_upload_warning) if flush is None else flush)
+        except TimeoutError:
+            line.publisher.flush_if_due()
+        if time.monotonic() - warned >= line.config.slow_upload_warning:
+            warned = time.monotonic()
+            _warn(line)
+        if (silent := _silence(reported, line)) is not None:
+            return _give_up(reported, line, silent)
+
+
+def _warn(line: ReportLine) -> None:
+    now = time.monotonic()
+    for flight in list(line.live.flights.values()):
+        logger.warning(
+            "upload %d has taken %.0f s so far: %s, %.1f MiB moved", flight.seq, now - flight.since, flight.step,
+            flight.moved / 2**20,
+        )  # fmt: skip
+
+
+def _silence(reported: Reported, line: ReportLine) -> float | None:
+    """Seconds without a sign of life, if that is more than the upload's own deadlines can explain."""
+    flight = line.live.flights.get(reported.report.seq)
+    if flight is None:
+        return None
+    config = line.config
+    slowest = config.upload_fn_timeout if reported.report.upload_fn else config.stall_timeout + config.retry_budget
+    silent = time.monotonic() - flight.active
+    return silent if silent > slowest + config.limit_timeout + config.stall_timeout else None
+
+
+def _give_up(reported: Reported, line: ReportLine, silent: float) -> ReportRecord:
+    report = reported.report
+    reason = f"given up after {silent:.0f} s without a sign of life from its upload"
+    tombstone = Tombstone(
+        seq=report.seq, attempt=reported.attempt, name=report.name, state=ReportState.FAILED.value, reason=reason,
+        metrics=report.metrics, created=report.created,
+    )  # fmt: skip
+    try:
+        won = line.live.attempt.give_up(tombstone)
+        if not isinstance(won, Manifest):
+            return reported.failed(reason)
+        line.live.attempt.check_fence()
+    except (StorageError, FencedError) as error:
+        return reported.failed(f"{reason}; {error}")
+    return replace(
+        reported.failed(reason), state=ReportState.COMMITTED, reason=None, checkpoint=line.publisher.reference(won),
+        nbytes=won.nbytes, nfiles=len(won.files),
+    )  # fmt: skip

@@ -1,0 +1,388 @@
+"""Publishing: history, retention and the final result, always in seq order, by the ordering task alone."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from ckpt._json import encode
+from ckpt.attempts import Attempt
+from ckpt.checkpoint import Checkpoint
+from ckpt.commits import Start, read_lineage
+from ckpt.config import FailurePolicy
+from ckpt.errors import CheckpointsLostError, FencedError, StorageError
+from ckpt.history import History, commit_of, write_segment
+from ckpt.layout import CHECKPOINTS, FORMAT, RESULT, CommitId
+from ckpt.manifest import Manifest
+from ckpt.notes import Notes
+from ckpt.records import ReportRecord, ReportState
+from ckpt.result import Result, Totals
+from ckpt.retention import Candidate, KeepAll, RetentionPolicy, ScoreOrder, evicted, rank
+from ckpt.storage import Storage, join_uri
+
+logger = logging.getLogger("ckpt")
+
+FLUSH_INTERVAL = 1.0
+"""Seconds that a published row may wait for its history segment; a failure is flushed at once."""
+
+Observer = Callable[[ReportRecord], None]
+"""Told of each record as it is published; must not block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How a run ranks and keeps its checkpoints."""
+
+    policy: RetentionPolicy = field(default_factory=KeepAll)
+    score_attribute: str | None = None
+    score_order: ScoreOrder = "max"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Streak:
+    """What the failure policy needs to know about the reports so far."""
+
+    in_a_row: int = 0
+    failures: int = 0
+    """Reports that failed, without those whose SYNC call raised in the trainer."""
+    last_lost: ReportRecord | None = None
+    """The newest report with a checkpoint, if that was not committed."""
+    best_lost: ReportRecord | None = None
+    """A failed report whose score beats every committed one."""
+
+
+class Publisher:
+    """The one place that makes anything public, in seq order.
+
+    Args:
+        run: the run's name.
+        storage: rooted at the run.
+        attempt: the ownership.
+        start: where the attempt began.
+        retention: what stays.
+        refer: makes a reference from a URI.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        storage: Storage,
+        attempt: Attempt,
+        start: Start,
+        retention: Retention,
+        refer: Callable[[str], Checkpoint],
+    ) -> None:
+        self.run, self._storage, self._attempt, self._retention = run, storage, attempt, retention
+        self._objects, self.refer, self._start = attempt.objects, refer, start
+        self._unflushed: list[ReportRecord] = []
+        self._flush_due: float | None = None
+        self._kept: dict[CommitId, tuple[Candidate, ReportRecord]] = {}
+        self._notes = Notes(self._objects)
+        self._pruner = Pruner(storage, attempt, self._notes)
+        self._streak = _Streak()
+        self._last: ReportRecord | None = None
+        self._totals = Totals()
+        self._began = time.monotonic()
+        self.observers: list[Observer] = []
+        self.latest: Checkpoint | None = None
+        """The newest published checkpoint; the restored one at first."""
+        self.published = start.first_seq
+        """Seq that is published next."""
+        self._advanced = threading.Condition()
+
+    @property
+    def failures_in_a_row(self) -> int:
+        """Failed reports since the last committed one."""
+        return self._streak.in_a_row
+
+    @property
+    def totals(self) -> Totals:
+        """Of this attempt so far."""
+        return replace(self._totals, wall=time.monotonic() - self._began)
+
+    @property
+    def best(self) -> CommitId | None:
+        """The best retained checkpoint by the score attribute."""
+        if self._retention.score_attribute is None:
+            return None
+        ranked = rank(self._candidates(), self._retention.score_attribute, self._retention.score_order)
+        return ranked[0].id if ranked else None
+
+    def retained(self) -> list[ReportRecord]:
+        """Records of the checkpoints that stay, in seq order, with every evaluation read so far."""
+        return [replace(record, metrics=dict(candidate.metrics)) for candidate, record in self._kept.values()]
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a report came back FENCED: another driver owns the run now."""
+        return self._totals.fenced > 0
+
+    def reference(self, manifest: Manifest) -> Checkpoint:
+        """The reference of a commit of this run."""
+        uri = manifest.location if manifest.external else join_uri(self._storage.uri, manifest.location)
+        return self.refer(uri).with_manifest(manifest)
+
+    def adopt(self, retained: Sequence[ReportRecord], unpublished: Sequence[ReportRecord]) -> None:
+        """Take over from earlier attempts: what is retained, and the rows that nobody had published."""
+        for record in retained:
+            self._keep(record)
+        for rows in _consecutive(unpublished):
+            write_segment(self._objects, self._attempt.number, rows)
+        for record in unpublished:
+            self._observe(record)
+
+    def publish(self, record: ReportRecord, *, handled: bool = False) -> None:
+        """Make the next report public: history, retention, observers.
+
+        Args:
+            record: final, and of the next seq.
+            handled: its failure was raised in the trainer's own call, which went on.
+        """
+        self._totals = self._totals.plus(record)
+        self._judge(record, handled=handled)
+        self._last = record
+        self._unflushed.append(record)
+        if self._flush_due is None:
+            self._flush_due = time.monotonic() + FLUSH_INTERVAL
+        if record.checkpoint is not None:
+            self._keep(record)
+            self.latest = record.checkpoint
+        if record.state not in (ReportState.COMMITTED, ReportState.SKIPPED):
+            logger.warning("report %d %s is %s: %s", record.seq, record.name, record.state.value, record.reason)
+            self._flush_due = 0.0
+        self.flush_if_due()
+        if record.checkpoint is not None:
+            self._prune()
+        self._observe(record)
+        with self._advanced:
+            self.published = record.seq + 1
+            self._advanced.notify_all()
+
+    def wait_published(self, seq: int, timeout: float | None) -> bool:
+        """Wait until every report below `seq` is public; False if `timeout` seconds were not enough."""
+        with self._advanced:
+            return self._advanced.wait_for(lambda: self.published >= seq, timeout)
+
+    def next_flush(self) -> float | None:
+        """Seconds until a flush is due; None if nothing waits."""
+        return None if self._flush_due is None else max(0.0, self._flush_due - time.monotonic())
+
+    def flush_if_due(self) -> None:
+        """Write the rows that waited long enough; if the store is away they stay, and are tried again."""
+        if self._flush_due is not None and time.monotonic() >= self._flush_due:
+            self._flush()
+
+    def finish(self, error: BaseException | None) -> Result:
+        """Write what is left, wait for deletions that are under way, and make the result."""
+        if self._unflushed:
+            self._flush()
+        self._pruner.close()
+        result = self._result(error)
+        self._write_result(result)
+        return result
+
+    def verdict(self, policy: FailurePolicy) -> str | None:
+        """Why the failure policy calls the run red; None if it does not."""
+        streak = self._streak
+        if streak.failures == 0 and streak.last_lost is None:
+            return None
+        nothing = self.latest is None or not self._kept
+        if nothing and (streak.failures or streak.in_a_row):
+            return "no checkpoint was committed"
+        if policy.red_on == "any" and streak.failures:
+            return f"{streak.failures} of {self._totals.reports} reports failed (red_on='any')"
+        if policy.red_on == "lost":
+            for lost, what in ((streak.last_lost, "last"), (streak.best_lost, "best")):
+                if lost is not None:
+                    return f"the {what} checkpoint, report {lost.seq} {lost.name}, was lost: {lost.reason}"
+        return None
+
+    def _judge(self, record: ReportRecord, *, handled: bool) -> None:
+        streak = self._streak
+        if record.checkpoint is not None:
+            streak.in_a_row, streak.last_lost = 0, None
+            if streak.best_lost is not None and not self._beats_all(streak.best_lost, also=record):
+                streak.best_lost = None
+        elif record.state is ReportState.FAILED:
+            streak.in_a_row += 1
+        if record.state in (ReportState.FAILED, ReportState.SKIPPED, ReportState.FENCED) and not handled:
+            streak.failures += record.state is not ReportState.SKIPPED
+            streak.last_lost = record
+            if self._beats_all(record):
+                streak.best_lost = record
+
+    def _beats_all(self, lost: ReportRecord, also: ReportRecord | None = None) -> bool:
+        """Whether a lost report's score is better than that of every retained checkpoint (the best always is one)."""
+        attribute = self._retention.score_attribute
+        if attribute is None:
+            return False
+        others = [record for _, record in self._kept.values()] + ([also] if also else [])
+        as_candidates = [
+            Candidate(id=commit_of(record), metrics=record.metrics, created=0.0) for record in (*others, lost)
+        ]
+        ranked = rank(as_candidates, attribute, self._retention.score_order)
+        return bool(ranked) and ranked[0].id == commit_of(lost)
+
+    def _keep(self, record: ReportRecord) -> None:
+        commit = commit_of(record)
+        candidate = Candidate(id=commit, metrics=record.metrics, created=record.created)
+        self._kept[commit] = (candidate, record)
+
+    def _candidates(self) -> list[Candidate]:
+        return [candidate for candidate, _ in self._kept.values()]
+
+    def _prune(self) -> None:
+        """Hand what the policy lets go to the pruner; rows first, so that a pruned report never looks lost."""
+        if isinstance(self._retention.policy, KeepAll) or not self._evicted():
+            return
+        try:
+            self._refresh_notes()
+            self._flush()
+        except StorageError as error:
+            logger.warning("Retention waits: %s", error)
+            return
+        if self._unflushed:
+            return
+        gone = self._evicted()
+        for commit in gone:
+            _, record = self._kept.pop(commit)
+            self._pruner.prune(commit, record)
+
+    def _evicted(self) -> list[CommitId]:
+        protected = {commit for commit in (self.best, self._origin()) if commit is not None}
+        return evicted(self._candidates(), self._retention.policy, protected)
+
+    def _origin(self) -> CommitId | None:
+        """What this attempt resumed from, as long as it has committed nothing itself: a crash now would need it."""
+        own = any(commit.attempt == self._attempt.number for commit in self._kept)
+        return None if own else self._start.resumed_from
+
+    def _refresh_notes(self) -> None:
+        self._notes.refresh()
+        for commit, (candidate, record) in self._kept.items():
+            metrics, pinned = self._notes.metrics(commit, record.metrics), self._notes.pinned(commit)
+            self._kept[commit] = (replace(candidate, metrics=metrics, pinned=pinned), record)
+
+    def _flush(self) -> None:
+        try:
+            for rows in _consecutive(self._unflushed):
+                write_segment(self._objects, self._attempt.number, rows)
+                del self._unflushed[: len(rows)]
+            self._flush_due = None
+        except StorageError as error:
+            logger.warning("The history could not be written and is tried again: %s", error)
+            self._flush_due = time.monotonic() + FLUSH_INTERVAL
+
+    def _result(self, error: BaseException | None) -> Result:
+        try:
+            self._refresh_notes()
+            lineage = read_lineage(self._objects)
+        except StorageError as failure:
+            logger.warning("The result is made without a last look at the store: %s", failure)
+            lineage = None
+        retained = self.retained()
+        latest = retained[-1] if retained else None
+        last = latest or self._last
+        totals = replace(self.totals, retained_bytes=sum(record.nbytes for record in retained))
+        return Result(
+            run=self.run, path=self._storage.uri, checkpoint=self.latest, metrics=dict(last.metrics) if last else {},
+            best_checkpoints=[(record.checkpoint, record.metrics) for record in retained if record.checkpoint],
+            history=self._unflushed if lineage is None else self._history(lineage), totals=totals, error=error,
+            score_attribute=self._retention.score_attribute, score_order=self._retention.score_order,
+        )  # fmt: skip
+
+    def _history(self, lineage: object) -> History:
+        return History(objects=self._objects, refer=self.refer, lineage=lineage, tail=tuple(self._unflushed))  # type: ignore[arg-type]
+
+    def _write_result(self, result: Result) -> None:
+        state = "completed" if result.error is None else "failed"
+        body = {
+            "format": FORMAT, "run": self.run, "attempt": self._attempt.number, "state": state,
+            "error": None if result.error is None else f"{type(result.error).__name__}: {result.error}",
+            "latest": None if result.checkpoint is None else result.checkpoint.uri,
+            "best": None if result.best is None else result.best.uri,
+            "totals": asdict(result.totals), "ended": time.time(),
+        }  # fmt: skip
+        try:
+            self._attempt.check_fence()
+            self._objects.write(RESULT, encode(body))
+        except (FencedError, StorageError) as error:
+            logger.warning("%s was not written: %s", RESULT, error)
+
+    def _observe(self, record: ReportRecord) -> None:
+        for observer in self.observers:
+            try:
+                observer(record)
+            except Exception:
+                logger.exception("An observer of published reports failed; the run goes on")
+
+
+class Pruner:
+    """Deletes evicted checkpoints on a thread of its own: slow or failing deletions never delay a report.
+
+    The commit object goes first, so that a half-deleted checkpoint does not exist; then the files. External files stay.
+    """
+
+    CLOSE_TIMEOUT = 60.0
+    """Seconds that the end of a run waits for deletions under way; what is left is found by the next garbage collection."""
+
+    def __init__(self, storage: Storage, attempt: Attempt, notes: Notes) -> None:
+        self._storage, self._attempt, self._notes = storage, attempt, notes
+        self._queue: queue.SimpleQueue[tuple[CommitId, ReportRecord] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def prune(self, commit: CommitId, record: ReportRecord) -> None:
+        """Delete a checkpoint soon."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckpt-prune", daemon=True)
+            self._thread.start()
+        self._queue.put((commit, record))
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(self.CLOSE_TIMEOUT)
+            if self._thread.is_alive():
+                logger.warning("Deletions of old checkpoints are still under way after %.0f s; left", self.CLOSE_TIMEOUT)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._attempt.check_fence()
+                delete_checkpoint(self._storage, *item)
+            except FencedError:
+                return
+            except Exception as error:  # noqa: BLE001 - one failed deletion never stops a run
+                logger.warning("Could not delete checkpoint %d: %s; left for garbage collection", item[0].seq, error)
+
+
+def delete_checkpoint(storage: Storage, commit: CommitId, record: ReportRecord) -> None:
+    """Delete a commit, then its files if they lie in the run's own `checkpoints/` folder."""
+    storage.delete([commit.key])
+    uri = "" if record.checkpoint is None else record.checkpoint.uri
+    location = uri.removeprefix(f"{storage.uri}/")
+    if location != uri and location.startswith(CHECKPOINTS):
+        storage.delete([entry.key for entry in storage.list(f"{location}/")])
+
+
+def raise_if_red(publisher: Publisher, policy: FailurePolicy, result: Result) -> None:
+    """Raise `CheckpointsLostError` where the policy says so."""
+    if reason := publisher.verdict(policy):
+        raise CheckpointsLostError(f"run {publisher.run}: {reason} (result: {result.path})", result)
+
+
+def _consecutive(records: Sequence[ReportRecord]) -> list[list[ReportRecord]]:
+    """Split into stretches of consecutive seqs: one segment each."""
+    stretches: list[list[ReportRecord]] = []
+    for record in records:
+        if stretches and stretches[-1][-1].seq + 1 == record.seq:
+            stretches[-1].append(record)
+        else:
+            stretches.append([record])
+    return stretches

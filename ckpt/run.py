@@ -1,0 +1,429 @@
+"""An open run: what happens between `report()` and the end of the `with` block."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.checkpoint import Checkpoint
+from ckpt.config import RunConfig
+from ckpt.context import CheckpointConsistencyMode, ReportedCheckpoint, StorageContext, TrainContext
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    DeadlineError,
+    FencedError,
+    OrderingError,
+    TooManyFailuresError,
+    UploadFailedError,
+)
+from ckpt.inflight import Destination, Live
+from ckpt.layout import check_relative, location_of
+from ckpt.metrics import freeze_metrics
+from ckpt.ordering import Reported, ReportLine
+from ckpt.publishing import Publisher
+from ckpt.records import CheckpointUploadMode, Pending, Report, ReportRecord, ReportState, Submit, Timings, UploadFn
+from ckpt.result import Result
+from ckpt.staging import Source, scan
+from ckpt.storage import join_uri
+from ckpt.upload_functions import check_upload_fn, freeze_function
+
+logger = logging.getLogger("ckpt")
+
+Gather = Callable[[ReportLine], Pending[Result]]
+"""Starts the ordering task; a thread by default."""
+
+_PUBLISH_TIMEOUT = 3600.0
+"""Seconds that `get_all_reported_checkpoints` waits if it is not told."""
+_ABORT_TIME = 5.0
+"""Seconds that aborted uploads get to clean up and to be published as failed."""
+
+
+class ReportHandle:
+    """What `report()` gives back: the report's seq, its state, and a way to wait for its end."""
+
+    def __init__(self, reported: Reported, live: Live) -> None:
+        self._reported, self._live = reported, live
+
+    @property
+    def seq(self) -> int:
+        """The report's place in the run's order."""
+        return self._reported.report.seq
+
+    @property
+    def state(self) -> ReportState:
+        """Where it is now."""
+        if self._reported.final is not None:
+            return self._reported.final.state
+        if self._reported.pending is None:
+            return ReportState.SUBMITTED
+        with suppress(TimeoutError):
+            return self._reported.outcome(0).state
+        flight = self._live.flights.get(self.seq)
+        return ReportState.SUBMITTED if flight is None else flight.state
+
+    def wait(self, timeout: float | None = None) -> ReportRecord:
+        """The final record; does not raise if the report failed.
+
+        Raises:
+            TimeoutError: not final after `timeout` seconds.
+        """
+        if self._reported.pending is None and not self._reported.settled.wait(timeout):
+            raise DeadlineError(f"report {self.seq} is not published after {timeout} s")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            try:
+                return self._reported.outcome(max(0.0, left))
+            except TimeoutError as error:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise DeadlineError(f"report {self.seq} is not final after {timeout} s") from error
+
+    def __repr__(self) -> str:
+        return f"ReportHandle(seq={self.seq}, state={self.state.value})"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stop:
+    """The request to stop; taken note of at a report only."""
+
+    asked: threading.Event
+    noted: bool = False
+    since: float | None = None
+    """Monotonic seconds of the request."""
+
+
+class Run:
+    """An open run. Made by `open_run` and `training_run`; its `report` is `ckpt.report` inside the block."""
+
+    def __init__(
+        self, config: RunConfig, destination: Destination, live: Live, publisher: Publisher, submit: Submit, first_seq: int
+    ) -> None:
+        self.config = config
+        self.destination = destination
+        self.result: Result | None = None
+        """Set when the block has ended."""
+        self.line = ReportLine(publisher, live, config.upload_config)
+        self.publisher = publisher
+        self.context = TrainContext(
+            experiment_name=config.name, storage=StorageContext(uri=destination.uri, attempt=destination.attempt)
+        )
+        self._live = live
+        self._submit = submit
+        self._ordering: Pending[Result] | None = None
+        self._next_seq = first_seq
+        self._uses: dict[str, int] = {}
+        self._stop = _Stop(asked=threading.Event())
+        self._fenced: FencedError | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def uri(self) -> str:
+        """Where the run is."""
+        return self.destination.uri
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        """See `ckpt.get_checkpoint`."""
+        return self.publisher.latest
+
+    def get_all_reported_checkpoints(
+        self,
+        consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED,
+        timeout_s: float | None = None,
+    ) -> list[ReportedCheckpoint]:
+        """See `ckpt.get_all_reported_checkpoints`; nothing is validated inside a run yet, so both modes are the same."""
+        if not isinstance(consistency_mode, CheckpointConsistencyMode):
+            raise ConfigError(f"consistency_mode={consistency_mode!r} must be a CheckpointConsistencyMode")
+        timeout = _PUBLISH_TIMEOUT if timeout_s is None else timeout_s
+        if not self.publisher.wait_published(self._next_seq, timeout):
+            logger.warning("get_all_reported_checkpoints: not every report is published after %.0f s", timeout)
+        return [
+            ReportedCheckpoint(checkpoint=record.checkpoint, metrics=record.metrics)
+            for record in self.publisher.retained()
+            if record.checkpoint is not None
+        ]
+
+    def request_stop(self) -> None:
+        """Ask the training to stop; `stop_requested()` says so from the next report on."""
+        self._stop.since = self._stop.since or time.monotonic()
+        self._stop.asked.set()
+
+    def drain_timeout(self) -> float | None:
+        """Seconds that uploads have to finish: what is left of `stop_timeout` if a stop was requested, else no limit."""
+        if self._stop.since is None:
+            return None
+        return max(0.0, self._stop.since + self.config.stop_timeout - _ABORT_TIME - time.monotonic())
+
+    def stop_requested(self) -> bool:
+        """See `ckpt.stop_requested`. Before the first report it answers at once."""
+        if not self._stop.noted and self._stop.asked.is_set():
+            self._stop.noted = True
+        return self._stop.noted
+
+    @contextmanager
+    def checkpoint_dir(self) -> Iterator[Path]:
+        """See `ckpt.checkpoint_dir`."""
+        assert self._live.staging is not None
+        path = self._live.staging.fresh_dir()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def report(
+        self,
+        metrics: Mapping[str, Any],
+        checkpoint: Checkpoint | None = None,
+        checkpoint_dir_name: str | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode | None = None,
+        delete_local_checkpoint_after_upload: bool | None = None,
+        checkpoint_upload_fn: UploadFn | None = None,
+        validation: bool = False,
+    ) -> ReportHandle:
+        """See `ckpt.report`."""
+        began = time.monotonic()
+        with self._lock:
+            self._check_usable()
+            draft = self._draft(
+                metrics, checkpoint, checkpoint_dir_name, checkpoint_upload_mode, delete_local_checkpoint_after_upload,
+                checkpoint_upload_fn, validation,
+            )  # fmt: skip
+            reported = self._place(draft, began)
+            self._next_seq += 1
+            self.line.put(reported)
+            self.stop_requested()
+        handle = ReportHandle(reported, self._live)
+        if draft.mode.waits and draft.checkpoint is not None:
+            record = handle.wait()
+            if record.state is not ReportState.COMMITTED:
+                raise UploadFailedError(record)
+        return handle
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise CkptError(f"run {self.config.name} has ended; reports are made inside its `with` block")
+        if self._fenced is not None or self.publisher.fenced:
+            raise self._fenced or FencedError(f"another driver took {self.uri} over; this run publishes nothing any more")
+        if self._ordering is not None:
+            try:
+                self._ordering.result(0)
+            except TimeoutError:
+                pass
+            except BaseException as error:
+                raise OrderingError(f"the ordering task of run {self.config.name} died: {error}") from error
+            else:
+                raise OrderingError(f"the ordering task of run {self.config.name} ended early")
+        limit = self.config.failure_policy.stop_after
+        if limit is not None and self.publisher.failures_in_a_row >= limit:
+            raise TooManyFailuresError(
+                f"{self.publisher.failures_in_a_row} reports in a row failed (stop_after={limit}); the reasons are in the "
+                f"history of {self.uri}"
+            )
+
+    def _draft(
+        self,
+        metrics: Mapping[str, Any],
+        checkpoint: Checkpoint | None,
+        name: str | None,
+        mode: CheckpointUploadMode | None,
+        delete: bool | None,
+        fn: UploadFn | None,
+        validation: bool,
+    ) -> Report:
+        """Everything that can be validated, validated; nothing has happened yet if this raises."""
+        if mode is not None and not isinstance(mode, CheckpointUploadMode):
+            raise ConfigError(f"checkpoint_upload_mode={mode!r} must be a CheckpointUploadMode, such as CheckpointUploadMode.ASYNC")
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+            raise ConfigError(
+                f"checkpoint must be a ckpt.Checkpoint, not {type(checkpoint).__name__}: "
+                "use Checkpoint.from_directory(path) or Checkpoint(uri)"
+            )
+        if validation:
+            raise ConfigError(
+                "validation=True is not available yet: evaluate committed checkpoints with record_evaluation()"
+                if checkpoint is not None
+                else "validation needs a checkpoint"
+            )
+        chosen = mode or CheckpointUploadMode.ASYNC
+        delete_local = delete if delete is not None else (mode is not None and mode.deletes_local)
+        seq = self._next_seq
+        named = check_relative(name, "checkpoint_dir_name") if name is not None else f"checkpoint_{seq:06d}"
+        draft = Report(
+            seq=seq,
+            name=named,
+            metrics=freeze_metrics(metrics),
+            checkpoint=checkpoint,
+            mode=chosen,
+            delete_local=delete_local and chosen.moves_bytes,
+            upload_fn=None if fn is None else freeze_function(check_upload_fn(fn)),
+            metadata={} if checkpoint is None else checkpoint.pending_metadata,
+        )
+        return draft if checkpoint is None else self._with_source(draft, checkpoint)
+
+    def _with_source(self, draft: Report, checkpoint: Checkpoint) -> Report:
+        if not draft.mode.moves_bytes:
+            if checkpoint.is_local and not Path(checkpoint.uri).is_dir():
+                raise ConfigError(f"NO_UPLOAD of {checkpoint.uri}: it is not a directory that exists")
+            return draft
+        if not checkpoint.is_local:
+            return draft
+        path = Path(checkpoint.uri)
+        if draft.upload_fn is not None and not path.is_dir():
+            return draft  # the function may know what this path means
+        self._check_apart(path, draft)
+        source = scan(path)
+        if not source.files and draft.upload_fn is None:
+            raise ConfigError(f"checkpoint directory {path} holds no file: save before reporting")
+        return replace(draft, source=source)
+
+    def _check_apart(self, path: Path, draft: Report) -> None:
+        """A directory that is, contains or lies in the run's own place must not be uploaded into itself, or deleted."""
+        real, root = str(path.resolve()), self.uri
+        if real == "/":
+            raise ConfigError("the root of the file system cannot be a checkpoint")
+        if "://" in root:
+            return
+        contains = root == real or root.startswith(f"{real}/")
+        if contains and (draft.delete_local or draft.upload_fn is None):
+            raise ConfigError(
+                f"checkpoint directory {path} contains the run's storage {root}: report the checkpoint's own directory"
+            )
+        if real.startswith(f"{root}/") and draft.upload_fn is None:
+            raise ConfigError(
+                f"checkpoint directory {path} lies in the run's storage {root}: report it with "
+                "CheckpointUploadMode.NO_UPLOAD, or save it elsewhere"
+            )
+
+    def _place(self, draft: Report, began: float) -> Reported:
+        """Take a place in line, stage, submit; what goes wrong from here on is a FAILED report, not an exception."""
+        if draft.checkpoint is None:
+            done = self._unuploaded(replace(draft, stall=time.monotonic() - began), ReportState.SUBMITTED)
+            return replace_done(done)
+        location = self._reserve(draft)
+        try:
+            self._enter(draft)
+        except DeadlineError as error:
+            return self._failed_early(draft, began, str(error))
+        try:
+            source = self._staged(draft)
+            now = time.monotonic()
+            report = replace(draft, location=location, source=source, submitted=now, stall=now - began)
+            self._live.flight(report.seq)
+            reported = Reported(report=report, attempt=self.destination.attempt, pending=self._submit(report))
+        except Exception as error:  # noqa: BLE001 - the trainer's loop must survive a full disk or a closing engine
+            self._live.slots.leave(draft.seq)
+            self._live.flights.pop(draft.seq, None)
+            logger.warning("report %d could not be submitted: %s", draft.seq, error)
+            return self._failed_early(draft, began, f"{type(error).__name__}: {error}")
+        assert reported.pending is not None
+        reported.pending.add_done_callback(lambda _: self._left(reported))
+        return reported
+
+    def _enter(self, draft: Report) -> None:
+        config = self.config.upload_config
+        self._live.slots.enter(
+            draft.seq,
+            droppable=draft.mode.may_be_dropped,
+            drop=config.when_full == "drop" and draft.mode.may_be_dropped,
+            timeout=config.block_timeout,
+            interrupted=lambda: self.publisher.fenced or self._fenced is not None,
+        )
+
+    def _left(self, reported: Reported) -> None:
+        reported.done_at = time.monotonic()
+        self._live.slots.leave(reported.report.seq)
+
+    def _reserve(self, draft: Report) -> str | None:
+        """A location that no other report has, for the default persist."""
+        if draft.upload_fn is not None or not draft.mode.moves_bytes:
+            return None
+        use = self._uses.get(draft.name, 0) + 1
+        location = location_of(draft.name, self.destination.attempt, use)
+        self._live.locations.claim(join_uri(self.uri, location))
+        self._uses[draft.name] = use
+        return location
+
+    def _staged(self, draft: Report) -> Source | None:
+        """With a custom function the directory stays where it is: an async writer may still be writing."""
+        if draft.source is None or draft.upload_fn is not None:
+            return draft.source
+        assert self._live.staging is not None
+        staged, copied = self._live.staging.take(draft.source, rename=draft.delete_local)
+        if copied:
+            _warn_copied(str(draft.source.original))
+        return staged
+
+    def _failed_early(self, draft: Report, began: float, reason: str) -> Reported:
+        report = replace(draft, stall=time.monotonic() - began)
+        return replace_done(self._unuploaded(report, ReportState.FAILED, reason))
+
+    def _unuploaded(self, report: Report, state: ReportState, reason: str | None = None) -> Reported:
+        record = ReportRecord(
+            seq=report.seq, attempt=self.destination.attempt, name=report.name, state=state, metrics=report.metrics,
+            reason=reason, created=report.created, timings=Timings(stall=report.stall),
+        )  # fmt: skip
+        return Reported(report=report, attempt=self.destination.attempt, final=record)
+
+    def begin(self, gather: Gather) -> None:
+        """Start the ordering task."""
+        self._ordering = gather(self.line)
+
+    def fence(self, error: FencedError) -> None:
+        """Another driver owns the run: the next report raises."""
+        self._fenced = error
+
+    def end(self, error: BaseException | None, *, timeout: float | None = None) -> Result:
+        """No more reports; drain what is in flight and take the result.
+
+        Args:
+            error: what ended the block, if anything did.
+            timeout: seconds after which uploads are aborted; None: as long as bytes move.
+
+        Raises:
+            OrderingError: the ordering task died.
+        """
+        with self._lock:
+            self._closed = True
+        self.line.close(error)
+        assert self._ordering is not None
+        try:
+            self.result = self._drained(self._ordering, timeout)
+        except Exception as failure:
+            raise OrderingError(f"the ordering task of run {self.config.name} died: {failure}") from failure
+        return self.result
+
+    def _drained(self, ordering: Pending[Result], timeout: float | None) -> Result:
+        try:
+            return ordering.result(timeout)
+        except TimeoutError:
+            self._live.abort(f"aborted: not finished {timeout:.0f} s after the run was asked to stop")
+        return ordering.result(_ABORT_TIME)
+
+
+def replace_done(reported: Reported) -> Reported:
+    """Note that a report is final already."""
+    reported.done_at = time.monotonic()
+    return reported
+
+
+_copied_warned: set[str] = set()
+
+
+def _warn_copied(original: str) -> None:
+    parent = str(Path(original).parent)
+    if parent not in _copied_warned:
+        _copied_warned.add(parent)
+        logger.warning(
+            "%s had to be copied inside report(): no staging folder is on its file system. Set staging_dir to a folder "
+            "there, or save into checkpoint_dir()", original,
+        )  # fmt: skip
+
+

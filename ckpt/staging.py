@@ -1,0 +1,335 @@
+"""Staging: what the trainer does to its directory after `report()` must not reach the upload.
+
+A directory that will be deleted is renamed away (O(1)) and an empty one left in its place; one that is kept is
+hard-linked, so that its owner may rotate it. Either needs a folder on the same file system; where none is found the files
+are copied inside the call. The files' sizes and times are noted at the call, and checked again after each was read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ckpt.errors import ConfigError, SourceChangedError, StorageFullError
+from ckpt.layout import check_relative
+
+_OWNER = re.compile(r"(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """One local file as it was at the call."""
+
+    path: str
+    """POSIX, relative to the checkpoint."""
+    real: str
+    """The same with symbolic links resolved; still relative."""
+    size: int
+    mtime_ns: int
+    mode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A local directory as it was at the call."""
+
+    root: Path
+    """Where the files are read from."""
+    original: Path
+    """Where the trainer had them."""
+    files: tuple[SourceFile, ...]
+    empty_dirs: tuple[str, ...] = ()
+    staged: bool = False
+    """Whether `root` is ours to delete."""
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of the files' sizes."""
+        return sum(file.size for file in self.files)
+
+    def check(self, file: SourceFile) -> None:
+        """Raise `SourceChangedError` if the file is not as it was at the call."""
+        try:
+            now = (self.root / file.real).stat()
+        except OSError as error:
+            raise SourceChangedError(f"{file.path} of {self.original} went away while it was uploaded") from error
+        if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+            raise SourceChangedError(
+                f"{file.path} of {self.original} changed between report() and the end of its upload ({file.size} bytes "
+                f"then, {now.st_size} now): write each checkpoint into a fresh directory, or use checkpoint_dir()"
+            )
+
+    def discard(self) -> None:
+        """Delete the staged copy; a directory of the trainer's is left alone."""
+        if self.staged:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def delete_original(self) -> None:
+        """Delete, where the trainer had them, the files listed at the call and the folders this empties, not the root."""
+        folders = {Path(file.path).parent for file in self.files} | {Path(path) for path in self.empty_dirs}
+        for file in self.files:
+            (self.original / file.path).unlink(missing_ok=True)
+        every = {folder for leaf in folders for folder in (leaf, *leaf.parents)} - {Path()}
+        for folder in sorted(every, key=lambda item: len(item.parts), reverse=True):
+            try:
+                (self.original / folder).rmdir()
+            except OSError:
+                continue  # not empty, or gone: not ours to force
+
+
+def scan(root: Path) -> Source:
+    """List a directory: files, empty folders, modes, sizes; symbolic links that stay inside are followed.
+
+    Raises:
+        ConfigError: it is missing, not a directory, or holds what cannot be stored (a link that is broken, escapes or
+            loops; a socket, FIFO or device; a name with control characters).
+    """
+    if not root.is_dir():
+        what = "is not a directory" if root.exists() else "does not exist"
+        raise ConfigError(f"checkpoint directory {root} {what}: save into a directory and report that directory")
+    real_root = os.path.realpath(root)
+    files: list[SourceFile] = []
+    empty: list[str] = []
+    _walk(real_root, real_root, "", (real_root,), files, empty)
+    return Source(root=root, original=root, files=tuple(files), empty_dirs=tuple(empty))
+
+
+def _walk(
+    root: str, folder: str, prefix: str, above: tuple[str, ...], files: list[SourceFile], empty: list[str]
+) -> None:
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    if not entries and prefix:
+        empty.append(prefix.rstrip("/"))
+    for entry in entries:
+        path = check_relative(prefix + entry.name, "file")
+        real = _resolve(root, entry, path) if entry.is_symlink() else entry.path
+        info = os.stat(real)
+        if stat.S_ISDIR(info.st_mode):
+            if real in above:
+                raise ConfigError(f"symbolic link {path} in {root} loops back to its own folder: remove it")
+            _walk(root, real, path + "/", (*above, real), files, empty)
+        elif stat.S_ISREG(info.st_mode):
+            files.append(
+                SourceFile(
+                    path=path,
+                    real=os.path.relpath(real, root) if entry.is_symlink() else real[len(root) + 1 :],
+                    size=info.st_size,
+                    mtime_ns=info.st_mtime_ns,
+                    mode=stat.S_IMODE(info.st_mode),
+                )
+            )
+        else:
+            raise ConfigError(f"{path} in {root} is a socket, FIFO or device; a checkpoint can hold files and folders only")
+
+
+def _resolve(root: str, entry: os.DirEntry[str], path: str) -> str:
+    real = os.path.realpath(entry.path)
+    if not os.path.exists(real):
+        raise ConfigError(f"symbolic link {path} in {root} is broken (it points to {os.readlink(entry.path)}): remove it")
+    if os.path.commonpath((root, real)) != root:
+        raise ConfigError(f"symbolic link {path} in {root} leaves the checkpoint (to {real}): copy the file instead")
+    return real
+
+
+class Staging:
+    """The staging folders of one process for one run.
+
+    Args:
+        candidates: folders to try, best first; each is used only for sources on its own file system.
+    """
+
+    def __init__(self, candidates: list[Path]) -> None:
+        self._candidates = candidates
+        self._made: set[Path] = set()
+
+    def take(self, source: Source, *, rename: bool) -> tuple[Source, bool]:
+        """Secure a source: renamed away if it will be deleted, else hard-linked, else copied.
+
+        Returns:
+            The source as it is to be read from, and whether its bytes had to be copied.
+
+        Raises:
+            StorageFullError: the bytes would have to be copied and the disk has no room for them.
+        """
+        for base in self._bases(source.original):
+            target = base / uuid.uuid4().hex
+            try:
+                (_move if rename and not source.original.is_symlink() else _link)(source, target)
+            except OSError as error:
+                shutil.rmtree(target, ignore_errors=True)
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EROFS):
+                    raise
+                continue
+            return _at(source, target), False
+        return self._copy(source), True
+
+    def fresh_dir(self) -> Path:
+        """A new empty directory in the first usable candidate."""
+        for root in self._candidates:
+            if base := self._base(root):
+                return _mkdir(base / f"dir-{uuid.uuid4().hex[:12]}")
+        raise StorageFullError(f"no staging folder can be written: tried {', '.join(map(str, self._candidates))}")
+
+    def keep(self, source: Source, label: str) -> Path:
+        """Move a staged copy to where no sweep takes it; only the newest under `label` stays.
+
+        Returns:
+            Where the files are.
+        """
+        if not source.staged:
+            return source.root
+        kept = source.root.parent.parent / f"kept-{label}"
+        shutil.rmtree(kept, ignore_errors=True)
+        source.root.rename(kept)
+        return kept
+
+    def close(self) -> None:
+        """Remove this process's own folders."""
+        for base in self._made:
+            shutil.rmtree(base, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what dead processes of this machine left in the candidates."""
+        for root in self._candidates:
+            for base in _top(root).glob("*-*-*"):
+                if (match := _OWNER.fullmatch(base.name)) and _is_dead(match):
+                    shutil.rmtree(base, ignore_errors=True)
+
+    def _bases(self, original: Path) -> Iterator[Path]:
+        """Usable folders on the file system of `original`, never inside its parent (that may be temporary itself)."""
+        device, parent = original.stat().st_dev, original.parent.resolve()
+        grandparent = original.parent.parent / ".ckpt-staging-beside"
+        for root in (*self._candidates, grandparent):
+            place = root.parent if root is grandparent else root
+            if not place.is_dir() or place.stat().st_dev != device:
+                continue
+            if parent in root.resolve().parents and not self._is_ours(parent):
+                continue
+            if base := self._base(root):
+                yield base
+
+    def _is_ours(self, folder: Path) -> bool:
+        return folder in self._made
+
+    def _base(self, root: Path) -> Path | None:
+        base = _top(root) / _owner()
+        if base in self._made and base.is_dir():
+            return base
+        try:
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            return None
+        if base.stat().st_uid != os.getuid():
+            return None
+        self._made.add(base)
+        return base
+
+    def _copy(self, source: Source) -> Source:
+        for root in self._candidates:
+            if not (base := self._base(root)):
+                continue
+            free = shutil.disk_usage(base).free
+            if free < source.nbytes:
+                continue
+            target = base / uuid.uuid4().hex
+            _clone(source, target, copy=True)
+            return _at(source, target)
+        raise StorageFullError(
+            f"staging {source.original} needs {source.nbytes} bytes, and none of {', '.join(map(str, self._candidates))} "
+            "has them: free space, or set staging_dir to a folder on the checkpoint's own file system (no copy then)"
+        )
+
+
+def staging_candidates(staging_dir: str | os.PathLike[str] | None, storage_root: Path | None) -> list[Path]:
+    """Where staging folders may be, best first: `staging_dir`, the system's temporary folder, a local storage."""
+    first = [] if staging_dir is None else [Path(staging_dir).absolute()]
+    return [*first, Path(tempfile.gettempdir()), *([] if storage_root is None else [storage_root])]
+
+
+def _top(root: Path) -> Path:
+    return root / f".ckpt-staging-{os.getuid()}"
+
+
+def _mkdir(path: Path) -> Path:
+    path.mkdir(mode=0o700, parents=True)
+    return path
+
+
+def _at(source: Source, root: Path) -> Source:
+    return Source(
+        root=root, original=source.original, files=source.files, empty_dirs=source.empty_dirs, staged=True
+    )
+
+
+def _move(source: Source, target: Path) -> None:
+    mode = stat.S_IMODE(source.original.stat().st_mode)
+    source.original.rename(target)
+    source.original.mkdir()
+    source.original.chmod(mode)
+
+
+def _link(source: Source, target: Path) -> None:
+    _clone(source, target, copy=False)
+
+
+def _clone(source: Source, target: Path, *, copy: bool) -> None:
+    """Make `target` hold the files by their real paths, linked or copied with their times."""
+    target.mkdir(mode=0o700, parents=True)
+    for folder in {os.path.dirname(file.real) for file in source.files} - {""}:
+        (target / folder).mkdir(parents=True, exist_ok=True)
+    for real in {file.real for file in source.files}:
+        if copy:
+            shutil.copy2(source.root / real, target / real)
+        else:
+            os.link(source.root / real, target / real)
+
+
+@cache
+def machine_id() -> str:
+    """This boot of this machine (and this process namespace), 8 hex digits: where a process id means something."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot = f"{os.uname().nodename}-{uuid.getnode()}"
+    return uuid.uuid5(uuid.NAMESPACE_OID, boot).hex[:8]
+
+
+def start_time(pid: int) -> int | None:
+    """When a process of this machine started, in the kernel's ticks; 0 where the system does not tell; None: no such."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _alive(pid)
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _alive(pid: int) -> int | None:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return 0
+    return 0
+
+
+def _owner() -> str:
+    pid = os.getpid()
+    return f"{machine_id()}-{pid}-{start_time(pid) or 0}"
+
+
+def _is_dead(owner: re.Match[str]) -> bool:
+    """Only for owners of this very boot; what another machine left on a shared disk is not judged."""
+    return owner["boot"] == machine_id() and start_time(int(owner["pid"])) != int(owner["start"])

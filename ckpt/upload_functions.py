@@ -1,0 +1,185 @@
+"""Calling a custom `checkpoint_upload_fn`: closure bound at the call, own daemon thread, deadline, every result shape.
+
+A function may return a `Checkpoint`; or a coroutine, a `concurrent.futures.Future`, or the response of torch's
+`async_save`, resolving to a `Checkpoint` or to DCP `Metadata`. Anything else fails that one report, clearly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dis
+import functools
+import inspect
+import threading
+import time
+import types
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from ckpt.checkpoint import Checkpoint
+from ckpt.errors import DeadlineError, UploadFunctionError
+
+PASS_THROUGH = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Never turned into a failed report."""
+
+
+def freeze_function(fn: Any) -> Any:
+    """Bind the closure of a plain function now: a loop variable rebound by the next epoch must not redirect an upload.
+
+    Only variables that the function reads are bound; what it rebinds itself (`nonlocal`) stays shared. Partials are frozen
+    inside. Bound methods and other callables are returned as they are.
+    """
+    if isinstance(fn, functools.partial):
+        return functools.partial(freeze_function(fn.func), *fn.args, **fn.keywords)
+    if not isinstance(fn, types.FunctionType) or fn.__closure__ is None:
+        return fn
+    written = _rebound(fn.__code__)
+    cells = tuple(
+        cell if name in written else _copied(cell)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True)
+    )
+    frozen = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+    for attribute in ("__module__", "__qualname__", "__doc__", "__kwdefaults__", "__annotations__"):
+        setattr(frozen, attribute, getattr(fn, attribute))
+    frozen.__dict__.update(fn.__dict__)
+    return frozen
+
+
+def name_of(fn: Any) -> str:
+    """The dotted name that manifests and messages use."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def call_upload_fn(
+    fn: Any, checkpoint: Checkpoint, name: str, *, timeout: float, on_abort: list[Callable[[str], None]]
+) -> Checkpoint:
+    """Call `fn(checkpoint, name)` and wait until it, and whatever it returned, is done.
+
+    It runs in a daemon thread with this thread's context, so that a function that never returns cannot hang the process.
+
+    Args:
+        fn: the custom function.
+        checkpoint: as reported.
+        name: the checkpoint's directory name.
+        timeout: seconds for all of it.
+        on_abort: gets a callback that ends the wait early, for a reason.
+
+    Returns:
+        Where the function says the checkpoint is.
+
+    Raises:
+        DeadlineError: it took longer; it is abandoned.
+        UploadFunctionError: it returned what it must not, or raised a `BaseException` of its own kind.
+    """
+    outcome: Future[Checkpoint] = Future()
+    context = contextvars.copy_context()
+    deadline = time.monotonic() + timeout
+
+    def run() -> None:
+        try:
+            value = context.run(_resolve, fn, checkpoint, name, deadline)
+        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread, which sorts it
+            _settle(outcome, error=error)
+        else:
+            _settle(outcome, value=value)
+
+    on_abort.append(lambda reason: _settle(outcome, error=DeadlineError(reason)))
+    threading.Thread(target=run, name=f"ckpt-upload-fn-{name}", daemon=True).start()
+    try:
+        return outcome.result(timeout)
+    except PASS_THROUGH:
+        raise
+    except TimeoutError as error:
+        if outcome.done():
+            raise  # the function's own
+        raise DeadlineError(
+            f"checkpoint_upload_fn {name_of(fn)} did not return within {timeout:.0f} s and was abandoned; "
+            "its thread may still be running"
+        ) from error
+    except Exception:
+        raise
+    except BaseException as error:  # torch's CheckpointException is one
+        raise UploadFunctionError(f"checkpoint_upload_fn {name_of(fn)} raised {type(error).__name__}: {error}") from error
+
+
+def _settle(outcome: Future[Checkpoint], *, value: Checkpoint | None = None, error: BaseException | None = None) -> None:
+    """Set the outcome unless it is set: of the function's end and an abort, the first counts."""
+    try:
+        if error is not None:
+            outcome.set_exception(error)
+        elif value is not None:
+            outcome.set_result(value)
+    except InvalidStateError:
+        pass
+
+
+def _resolve(fn: Any, checkpoint: Checkpoint, name: str, deadline: float) -> Checkpoint:
+    value = fn(checkpoint, name)
+    while not isinstance(value, Checkpoint):
+        left = deadline - time.monotonic()
+        if inspect.iscoroutine(value):
+            value = asyncio.run(asyncio.wait_for(value, left))
+        elif hasattr(value, "staging_completion") and hasattr(value, "upload_completion"):
+            value.staging_completion.result(left)
+            value = value.upload_completion.result(max(0.0, deadline - time.monotonic()))
+        elif isinstance(value, Future):
+            value = value.result(left)
+        elif _is_dcp_metadata(value):
+            return checkpoint
+        else:
+            raise UploadFunctionError(
+                f"checkpoint_upload_fn {name_of(fn)} must return a ckpt.Checkpoint (or a coroutine, a Future or an "
+                f"async_save response that gives one); it returned {_describe(value)}"
+            )
+    return value
+
+
+def _is_dcp_metadata(value: Any) -> bool:
+    kind = type(value)
+    return kind.__name__ == "Metadata" and kind.__module__.startswith("torch.distributed.checkpoint")
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}: {value!r:.80}"
+
+
+def _copied(cell: types.CellType) -> types.CellType:
+    try:
+        return types.CellType(cell.cell_contents)
+    except ValueError:
+        return cell  # not assigned yet: whatever it becomes, there is nothing to bind now
+
+
+def _rebound(code: types.CodeType) -> set[str]:
+    """Closure variables that the function, or one defined inside it, assigns or deletes."""
+    inner: list[types.CodeType] = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    own = {
+        str(step.argval)
+        for step in dis.get_instructions(code)
+        if step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
+    }
+    return own.union(*(_rebound(item) & set(code.co_freevars) for item in inner))
+
+
+def check_upload_fn(fn: object) -> Callable[[Checkpoint, str], Any]:
+    """`fn` itself, if it can be called with a checkpoint and a name.
+
+    Raises:
+        UploadFunctionError: it cannot.
+    """
+    if not callable(fn):
+        raise UploadFunctionError(f"checkpoint_upload_fn must be callable, not {_describe(fn)}")
+    try:
+        inspect.signature(fn).bind(None, "name")
+    except TypeError as error:
+        raise UploadFunctionError(
+            f"checkpoint_upload_fn {name_of(fn)} must take (checkpoint, checkpoint_dir_name): {error}"
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature
+    return fn

@@ -1,0 +1,327 @@
+"""Every storage keeps one contract; what is special to each is tested below it."""
+
+import io
+import os
+import pickle
+import shutil
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt import errors
+from ckpt._files import NewFile
+from ckpt._fsspec import FsspecStorage
+from ckpt._local import LocalStorage
+from ckpt._memory import MemoryStorage
+from ckpt._retry import RetryingStorage
+from ckpt._s3 import MIN_PART_SIZE, S3Storage
+from ckpt.credentials import check_credentials, check_storage_options, resolve_credentials
+from ckpt.storage import check_key, join_uri, normalize_uri, open_storage
+from ckpt.testing import CountingStorage, FailingStorage, FailOnceStorage, RecordingStorage, SlowStorage, StorageContract
+
+# ------------------------------------------------------------------------------------------------------- the contract
+
+
+class _RawFolder:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def put(self, key, data):
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def get(self, key):
+        return (self.root / key).read_bytes()
+
+    def keys(self):
+        return {
+            path.relative_to(self.root).as_posix()
+            for path in self.root.rglob("*")
+            if path.is_file() and ".ckpt-tmp" not in path.as_posix()
+        }
+
+    def remove(self, key):
+        (self.root / key).unlink()
+
+
+class TestLocal(StorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return open_storage(tmp_path / "store/run")
+
+    @pytest.fixture
+    def raw(self, tmp_path):
+        return _RawFolder(tmp_path / "store/run")
+
+
+class TestMemory(StorageContract):
+    @pytest.fixture
+    def storage(self):
+        return open_storage(f"memory://{uuid4().hex}/run")
+
+    @pytest.fixture
+    def raw(self, storage):
+        return _RawStorage(storage.uri)
+
+
+class _RawStorage:
+    """Through a second memory storage, one level up."""
+
+    def __init__(self, uri: str) -> None:
+        root, _, self.name = uri.rpartition("/")
+        self.store = MemoryStorage(root)
+
+    def put(self, key, data):
+        self.store.write(f"{self.name}/{key}", data)
+
+    def get(self, key):
+        return self.store.read(f"{self.name}/{key}")
+
+    def keys(self):
+        return {entry.key.removeprefix(f"{self.name}/") for entry in self.store.list(f"{self.name}/")}
+
+    def remove(self, key):
+        self.store.delete([f"{self.name}/{key}"])
+
+
+class _RawFsspec:
+    def __init__(self, fs, root) -> None:
+        self.fs, self.root = fs, root
+
+    def put(self, key, data):
+        self.fs.pipe_file(f"{self.root}/{key}", data)
+
+    def get(self, key):
+        return bytes(self.fs.cat_file(f"{self.root}/{key}"))
+
+    def keys(self):
+        self.fs.invalidate_cache()
+        return {name[len(self.root) + 1 :] for name in self.fs.find(self.root)}
+
+    def remove(self, key):
+        self.fs.rm_file(f"{self.root}/{key}")
+
+
+class TestFsspecMemory(StorageContract):
+    enforces_create = False  # fsspec's memory file system looks first and puts then
+
+    @pytest.fixture
+    def root(self):
+        import fsspec
+
+        fs, root = fsspec.filesystem("memory"), f"/{uuid4().hex}/run"
+        yield root
+        if fs.exists(root):
+            fs.rm(root, recursive=True)
+
+    @pytest.fixture
+    def storage(self, root):
+        return FsspecStorage(f"memory:/{root}")
+
+    @pytest.fixture
+    def raw(self, root):
+        import fsspec
+
+        return _RawFsspec(fsspec.filesystem("memory"), root)
+
+
+class TestFsspecFolder(StorageContract):
+    """A file system that renames, as SFTP, SMB and HDFS do."""
+
+    enforces_create = False
+
+    @pytest.fixture
+    def storage(self, tmp_path, monkeypatch):
+        _register_folder_fs()
+        return FsspecStorage(f"ckptfolder://{tmp_path}/store/run")
+
+    @pytest.fixture
+    def raw(self, tmp_path):
+        return _RawFolder(tmp_path / "store/run")
+
+
+def _register_folder_fs():
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    class FolderFileSystem(LocalFileSystem):
+        """The local one with nothing but what a remote one has: streams and a rename."""
+
+        protocol = "ckptfolder"
+        pipe_file = fsspec.AbstractFileSystem.pipe_file
+        put_file = fsspec.AbstractFileSystem.put_file
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return super()._strip_protocol(path.removeprefix("ckptfolder://"))
+
+    fsspec.register_implementation("ckptfolder", FolderFileSystem, clobber=True)
+
+
+class _RawS3:
+    def __init__(self, server, bucket, prefix) -> None:
+        self.client, self.bucket, self.prefix = server.client(), bucket, prefix
+
+    def put(self, key, data):
+        self.client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data)
+
+    def get(self, key):
+        return self.client.get_object(Bucket=self.bucket, Key=self.prefix + key)["Body"].read()
+
+    def keys(self):
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.prefix)
+        return {found["Key"].removeprefix(self.prefix) for page in pages for found in page.get("Contents", ())}
+
+    def remove(self, key):
+        self.client.delete_object(Bucket=self.bucket, Key=self.prefix + key)
+
+    def uploads(self):
+        return self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+
+
+class S3Contract(StorageContract):
+    """A subclass gives the fixture `server`."""
+
+    large = 12 * 2**20
+
+    @pytest.fixture
+    def bucket(self, server, monkeypatch):
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("AWS_PROFILE", raising=False)
+        name = f"bucket-{uuid4().hex}"
+        server.client().create_bucket(Bucket=name)
+        return name
+
+    @pytest.fixture
+    def storage(self, bucket):
+        storage = S3Storage(f"s3://{bucket}/runs/digits", part_size=MIN_PART_SIZE)
+        yield storage
+        storage.delete([entry.key for entry in storage.list()])
+
+    @pytest.fixture
+    def raw(self, server, bucket):
+        return _RawS3(server, bucket, "runs/digits/")
+
+    @pytest.fixture(autouse=True)
+    def no_part_is_left(self, raw):
+        yield
+        assert raw.uploads() == []
+
+    def test_an_upload_that_the_source_stops_leaves_no_part(self, storage, raw, tmp_path):
+        source = tmp_path / "source"
+        source.write_bytes(bytes(self.large))
+        with pytest.raises(errors.SourceChangedError):
+            storage.upload(source, "file", progress=lambda count: os.utime(source, (0, 0)))
+        assert raw.uploads() == []
+
+    def test_a_missing_bucket_is_named(self, storage):
+        missing = f"missing-{uuid4().hex}"
+        for work in (lambda s: s.write("a", b""), lambda s: list(s.list()), lambda s: s.read("a")):
+            with pytest.raises(errors.BucketNotFoundError, match=missing):
+                work(S3Storage(f"s3://{missing}/runs"))
+
+    def test_a_range_of_large_files_fits_a_small_budget(self, storage, bucket, tmp_path):
+        """More transfers at a time than the memory budget has parts: they wait for each other, and all arrive."""
+        storage = S3Storage(f"s3://{bucket}/runs/digits", part_size=MIN_PART_SIZE, memory_budget=MIN_PART_SIZE + 1)
+        data = os.urandom(1000) * (self.large // 1000)
+        (tmp_path / "source").write_bytes(data)
+
+        def both_ways(number):
+            target = tmp_path / f"target-{number}"
+            storage.upload(tmp_path / "source", f"file-{number}", progress=lambda _: None)
+            storage.download(f"file-{number}", target, progress=lambda _: None)
+            return target.read_bytes() == data
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(both_ways, range(4)))
+
+    def test_a_forked_child_uses_a_storage_of_its_parent(self, storage, raw):
+        storage.write("parent", b"1")
+        child = os.fork()
+        if child == 0:  # pragma: no cover - in the child
+            try:
+                storage.write("child", storage.read("parent"))
+            finally:
+                os._exit(0)
+        _wait_for_child(child)
+        storage.write("parent", b"2")
+        assert {key: raw.get(key) for key in raw.keys()} == {"parent": b"2", "child": b"1"}
+
+
+def _wait_for_child(child):
+    deadline = time.monotonic() + 60
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            raise AssertionError("the child hangs")
+        time.sleep(0.01)
+
+
+class TestMoto(S3Contract):
+    @pytest.fixture
+    def server(self, moto_server):
+        return moto_server
+
+    def test_listing_keys_of_a_folder_marker_leaves_it_out(self, storage, raw):
+        raw.put("folder/", b"")
+        raw.put("folder/a", b"1")
+        assert [entry.key for entry in storage.list()] == ["folder/a"]
+        raw.remove("folder/")
+
+    def test_uploads_of_dead_processes_are_aborted(self, storage, raw, bucket):
+        for key in ("runs/digits/a", "runs/digits/b", "runs/other/c"):
+            raw.client.create_multipart_upload(Bucket=bucket, Key=key)
+        assert storage.abort_uploads(older_than=3600) == 0
+        assert storage.abort_uploads(older_than=0) == 2
+        assert [upload["Key"] for upload in raw.uploads()] == ["runs/other/c"]
+        assert S3Storage(f"s3://{bucket}").abort_uploads(older_than=0) == 1
+
+    def test_the_bucket_itself_is_a_root(self, bucket, raw):
+        storage = S3Storage(f"s3://{bucket}/")
+        storage.write("a/b", b"1")
+        assert storage.uri == f"s3://{bucket}"
+        assert [entry.key for entry in storage.list("a")] == ["a/b"]
+        storage.delete(["a/b"])
+
+
+class TestRclone(S3Contract):
+    enforces_create = False
+    # What it cannot keep as an object's name over a folder of this machine.
+    odd_names = tuple(name for name in StorageContract.odd_names if name not in ())
+
+    @pytest.fixture
+    def server(self, rclone_server):
+        return rclone_server
+
+
+@pytest.mark.ceph
+class TestCeph(S3Contract):
+    @pytest.fixture
+    def server(self, ceph_server):
+        return ceph_server
+
+
+class TestRetryingMoto(S3Contract):
+    """What `open_storage` gives for S3."""
+
+    many = 10
+
+    @pytest.fixture
+    def server(self, moto_server):
+        return moto_server
+
+    @pytest.fixture
+    def storage(self, bucket):
+        storage = open_storage(f"s3://{bucket}/runs/digits")
+        yield storage
+        storage.delete([entry.key for entry in storage.list()])
