@@ -8,22 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint import Checkpoint
 from ckpt.errors import CorruptCheckpointError
+from ckpt.storage import Transfers
 from ckpt.transferring import ignore_progress
 
 METADATA = ".metadata"
 """The file that DCP writes last."""
 
 
-def check_shards(checkpoint: Checkpoint, sizes: Mapping[str, int], scratch: Path) -> None:
+def check_shards(storage: Transfers, prefix: str, sizes: Mapping[str, int], scratch: Path) -> None:
     """Check that every shard file a DCP checkpoint's `.metadata` refers to is there, with at least the length it refers to.
 
     A DCP future that resolved proves less: writer threads may have died (pytorch#191391). Skipped for checkpoints of other
     kinds, and in programs that have not imported torch.
 
     Args:
-        checkpoint: where the files are.
+        storage: where the files are.
+        prefix: of their keys, with its final slash; empty at the storage's root.
         sizes: bytes by path, as listed.
         scratch: a folder for the copy of `.metadata`.
 
@@ -33,7 +34,7 @@ def check_shards(checkpoint: Checkpoint, sizes: Mapping[str, int], scratch: Path
     if METADATA not in sizes or "torch" not in sys.modules:
         return
     copy = scratch / "metadata"
-    checkpoint.open().download(METADATA, copy, progress=ignore_progress)
+    storage.download(prefix + METADATA, copy, progress=ignore_progress)
     try:
         needed = _lengths(copy)
     finally:
@@ -42,7 +43,7 @@ def check_shards(checkpoint: Checkpoint, sizes: Mapping[str, int], scratch: Path
         if sizes.get(path, -1) < length:
             has = f"has {sizes[path]} bytes" if path in sizes else "is missing"
             raise CorruptCheckpointError(
-                f"{checkpoint.uri} is incomplete: its {METADATA} refers to {length} bytes of {path}, which {has}"
+                f"{prefix or 'the checkpoint'} is incomplete: its {METADATA} refers to {length} bytes of {path}, which {has}"
             )
 
 

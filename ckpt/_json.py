@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from ckpt.errors import FormatError
 
 _TAG = "$float"
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """Encode `value`, made of the JSON types and any float."""
-    return json.dumps(_tag(value), allow_nan=False, ensure_ascii=False, indent=indent)
+    """Encode `value`, made of the JSON types and any float; text is kept readable, except what UTF-8 cannot hold."""
+    tagged = _tag(value)
+    text = json.dumps(tagged, allow_nan=False, ensure_ascii=False, indent=indent)
+    if text.isascii() or not _LONE_SURROGATE.search(text):
+        return text
+    return json.dumps(tagged, allow_nan=False, indent=indent)
 
 
 def loads(text: str | bytes, where: str) -> Any:

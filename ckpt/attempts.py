@@ -90,7 +90,7 @@ class Found:
 class Chosen:
     """The commit to resume from."""
 
-    manifest: Manifest
+    commit: CommitId
     origin: str = ""
     """URI of the run it is in, if it is another run."""
 
@@ -170,6 +170,7 @@ def claim(
     *,
     lease_time: float = LEASE_TIME,
     wait: Callable[[float], object] = threading.Event().wait,
+    upkeep: bool = False,
 ) -> tuple[Attempt, Start, Found]:
     """Become the owner of the run's next attempt.
 
@@ -179,6 +180,7 @@ def claim(
         choose: picks the commit to resume from; called after the claim is made.
         lease_time: seconds an owner that may be alive is watched for a sign of life.
         wait: sleeps for so many seconds.
+        upkeep: whether it is claimed for maintenance only, and will make no reports.
 
     Returns:
         The ownership, where the attempt begins, and what was found.
@@ -189,25 +191,33 @@ def claim(
     """
     attempt = _claim_next(objects, owner, lease_time, wait)
     try:
-        attempt.renew()
-        found = look(objects)
-        chosen = choose(found)
-        start = Start(
-            attempt=attempt.number,
-            first_seq=found.next_seq,
-            resumed_from=None if chosen is None else chosen.manifest.id,
-            origin="" if chosen is None else chosen.origin,
-        )
-        try:
-            objects.create(start_key(attempt.number), encode({"format": FORMAT, **start.to_json()}))
-        except ObjectExistsError:
-            pass  # ours, from a try whose answer got lost: nobody else makes this key
-        attempt.check_fence()
+        return attempt, *begin(attempt, choose, upkeep=upkeep)
     except BaseException:
         with suppress(StorageError):
             attempt.end("failed to start")
         raise
-    return attempt, start, found
+
+
+def begin(attempt: Attempt, choose: Choose, *, upkeep: bool = False) -> tuple[Start, Found]:
+    """What follows a claim: look, choose, and say where the attempt begins.
+
+    Raises:
+        FencedError: another driver claimed after this one.
+    """
+    attempt.renew()
+    found = look(attempt.objects)
+    chosen = choose(found)
+    start = Start(
+        attempt=attempt.number,
+        first_seq=found.next_seq,
+        resumed_from=None if chosen is None else chosen.commit,
+        origin="" if chosen is None else chosen.origin,
+        upkeep=upkeep,
+    )
+    with suppress(ObjectExistsError):  # ours, from a try whose answer got lost; or a newcomer's, whom the fence shows
+        attempt.objects.create(start_key(attempt.number), encode({"format": FORMAT, **start.to_json()}))
+    attempt.check_fence()
+    return start, found
 
 
 def look(objects: Objects) -> Found:

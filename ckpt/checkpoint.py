@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckpt.credentials import Credentials, check_credentials
+from ckpt.credentials import Credentials, check_credentials, check_storage_options
 from ckpt.errors import CheckpointNotFoundError, CommittedError, ConfigError, ObjectNotFoundError
 from ckpt.layout import COMMITS, MANIFEST_SUFFIX, parse_commit
 from ckpt.manifest import FileEntry, Manifest, decode_commit
@@ -52,7 +52,7 @@ class Checkpoint:
     ) -> None:
         self._uri = normalize_uri(os.fspath(uri))
         self._credentials = check_credentials(credentials or "env")
-        self._options = dict(storage_options or {})
+        self._options = check_storage_options(storage_options)
         self._commit_uri = commit_uri
         self._manifest: Manifest | None = None
         self._metadata: dict[str, Any] = {}
@@ -277,11 +277,17 @@ class Checkpoint:
 
     @classmethod
     def from_json(cls, value: str | Mapping[str, Any] | Checkpoint) -> Checkpoint:
-        """Read what `to_json` gave, or a plain URI string."""
+        """Read what `to_json` gave, or a plain URI string.
+
+        Raises:
+            ConfigError: it is neither.
+        """
         if isinstance(value, Checkpoint):
             return value
         if isinstance(value, str):
             return cls(value)
+        if not isinstance(value, Mapping) or "uri" not in value:
+            raise ConfigError(f"a checkpoint is a URI, or a mapping with `uri`; got {value!r:.200}")
         known = {key: value[key] for key in ("uri", "credentials", "storage_options", "commit_uri") if key in value}
         return cls(**known)
 

@@ -34,6 +34,8 @@ class Start:
     """The commit it restored; None: it began from scratch."""
     origin: str = ""
     """URI of the run that commit is in, if it is another run."""
+    upkeep: bool = False
+    """Claimed to prune or to collect garbage: it makes no reports, and nothing goes on from it."""
 
     def to_json(self) -> dict[str, Any]:
         """The body of the start object."""
@@ -42,6 +44,7 @@ class Start:
             "first_seq": self.first_seq,
             "resumed_from": None if self.resumed_from is None else list(self.resumed_from),
             "origin": self.origin,
+            "upkeep": self.upkeep,
         }
 
 
@@ -53,12 +56,23 @@ class Lineage:
     """Attempt numbers, ascending."""
     starts: Mapping[int, Start] = field(default_factory=dict)
     ended: frozenset[int] = frozenset()
-    """Attempts that ended by themselves."""
+    """Attempts that ended by themselves, or were replaced before they had started."""
 
     @property
     def last(self) -> int:
         """The newest claimed attempt; 0 if none."""
         return self.claimed[-1] if self.claimed else 0
+
+    @property
+    def trained(self) -> dict[int, Start]:
+        """The attempts that trained, by number."""
+        return {attempt: start for attempt, start in self.starts.items() if not start.upkeep}
+
+    @property
+    def last_driver(self) -> int:
+        """The newest attempt that trained or is about to; 0 if none. Its result is the run's."""
+        about_to = set(self.claimed) - self.starts.keys() - self.ended
+        return max([*self.trained, *about_to], default=0)
 
     def counts(self, commit: CommitId) -> bool:
         """Whether no later attempt superseded this commit (or history row)."""
@@ -75,22 +89,27 @@ def read_lineage(objects: Objects) -> Lineage:
     """One listing, and one read per started attempt."""
     found = [parsed for entry in objects.list(ATTEMPTS) if (parsed := parse_attempt(entry.key))]
     starts = [attempt for attempt, kind in found if kind == "start"]
-    bodies = (decode_object(objects.read(start_key(n)), join_uri(objects.uri, start_key(n))) for n in starts)
+    read = {n: decode_object(objects.read(start_key(n)), join_uri(objects.uri, start_key(n))) for n in starts}
+    void = {attempt for attempt, body in read.items() if body.get("void")}
     return Lineage(
         claimed=tuple(sorted(attempt for attempt, kind in found if kind == "claim")),
-        starts={attempt: _start(attempt, body) for attempt, body in zip(starts, bodies, strict=True)},
-        ended=frozenset(attempt for attempt, kind in found if kind == "end"),
+        starts={n: _start(n, body, join_uri(objects.uri, start_key(n))) for n, body in read.items() if n not in void},
+        ended=frozenset(attempt for attempt, kind in found if kind == "end") | void,
     )
 
 
-def _start(attempt: int, body: Mapping[str, Any]) -> Start:
-    origin = body.get("resumed_from")
-    return Start(
-        attempt=attempt,
-        first_seq=int(body["first_seq"]),
-        resumed_from=None if origin is None else CommitId(*origin),
-        origin=str(body.get("origin", "")),
-    )
+def _start(attempt: int, body: Mapping[str, Any], where: str) -> Start:
+    try:
+        origin = body.get("resumed_from")
+        return Start(
+            attempt=attempt,
+            first_seq=int(body["first_seq"]),
+            resumed_from=None if origin is None else CommitId(*origin),
+            origin=str(body.get("origin", "")),
+            upkeep=bool(body.get("upkeep", False)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{where} is not a start object: {error!r}") from error
 
 
 def list_commits(objects: Objects) -> list[CommitId]:
@@ -128,25 +147,59 @@ def newest(objects: Objects, lineage: Lineage, commits: list[CommitId]) -> Manif
     So a run rewound to `best` does not jump back to the branch it left. An unreadable commit is passed over with a
     warning.
     """
-    for attempt in sorted(lineage.starts, reverse=True):
-        own = [commit for commit in commits if commit.attempt == attempt and lineage.counts(commit)]
-        for commit in reversed(own):
-            if found := _manifest_or_none(objects, commit):
-                return found
-        origin = lineage.starts[attempt].resumed_from
-        if origin is None or lineage.starts[attempt].origin:
-            return None  # it began from scratch, or from another run
-        if found := _manifest_or_none(objects, origin):
+    for commit in _by_preference(lineage, commits):
+        if found := _manifest_or_none(objects, commit):
             return found
     return None
 
 
+def newest_of_living(
+    objects: Objects, lineage: Lineage, commits: list[CommitId]
+) -> tuple[Manifest | None, Lineage, list[CommitId]]:
+    """`newest` for a reader beside a living owner, whose retention may delete what a listing has just shown.
+
+    Where a commit that should be there is gone the listing is taken again, until it does not change: an owner deletes a
+    commit only after a newer one is there, so that a run never looks empty.
+
+    Returns:
+        The newest commit, and the attempts and commits it was found in.
+    """
+    while True:
+        for commit in _by_preference(lineage, commits):
+            found = _readable(objects, commit)
+            if isinstance(found, Manifest):
+                return found, lineage, commits
+            if found is None:
+                break
+        else:
+            return None, lineage, commits
+        again, lineage_again = list_commits(objects), read_lineage(objects)
+        if (again, lineage_again) == (commits, lineage):
+            return newest(objects, lineage, commits), lineage, commits
+        commits, lineage = again, lineage_again
+
+
+def _by_preference(lineage: Lineage, commits: list[CommitId]) -> Iterator[CommitId]:
+    """The commits to go on from, the first choice first."""
+    for attempt, start in sorted(lineage.trained.items(), reverse=True):
+        own = [commit for commit in commits if commit.attempt == attempt and lineage.counts(commit)]
+        yield from reversed(own)
+        if start.resumed_from is None or start.origin:
+            return  # it began from scratch, or from another run
+        yield start.resumed_from
+
+
 def _manifest_or_none(objects: Objects, commit: CommitId) -> Manifest | None:
+    found = _readable(objects, commit)
+    return found if isinstance(found, Manifest) else None
+
+
+def _readable(objects: Objects, commit: CommitId) -> Manifest | Tombstone | FormatError | None:
+    """What is at the commit's key; damage is warned about and given back as the error."""
     try:
-        found = read_commit(objects, commit)
+        return read_commit(objects, commit)
     except NewerFormatError:
         raise
     except FormatError as error:
         logger.warning("Passing over commit %s of %s: %s", commit.key, objects.uri, error)
-        return None
-    return found if isinstance(found, Manifest) else None
+        return error

@@ -46,12 +46,16 @@ class CheckpointConfig:
     """A policy (`KeepLast`, `KeepBest`, `KeepEvery`, `KeepYounger`, any-of with `|`) instead of `num_to_keep`."""
 
     def __post_init__(self) -> None:
-        if self.num_to_keep is not None and (not isinstance(self.num_to_keep, int) or self.num_to_keep < 1):
-            raise ConfigError(f"num_to_keep={self.num_to_keep!r} must be None (keep all) or an int of at least 1")
+        if self.num_to_keep is not None:
+            _check_int(self, "num_to_keep")
+        if not isinstance(self.checkpoint_score_attribute, str | None):
+            raise ConfigError(f"checkpoint_score_attribute={self.checkpoint_score_attribute!r} must be a metric's name")
         if self.checkpoint_score_order not in ("max", "min"):
             raise ConfigError(f"checkpoint_score_order={self.checkpoint_score_order!r} must be 'max' or 'min'")
         if self.num_to_keep is not None and self.retention is not None:
             raise ConfigError(f"give num_to_keep={self.num_to_keep} or retention={self.retention}, not both")
+        if self.retention is not None and not callable(getattr(self.retention, "keep", None)):
+            raise ConfigError(f"retention={self.retention!r} must be a policy, such as KeepLast(3)")
 
     @property
     def policy(self) -> RetentionPolicy:
@@ -100,8 +104,9 @@ class UploadConfig:
         )  # fmt: skip
         if self.when_full not in ("block", "drop"):
             raise ConfigError(f"when_full={self.when_full!r} must be 'block' or 'drop'")
-        if self.concurrency_limit is not None and not self.concurrency_limit.strip():
-            raise ConfigError("concurrency_limit is empty: give the name of a Prefect global concurrency limit, or None")
+        limit = self.concurrency_limit
+        if limit is not None and not (isinstance(limit, str) and limit.strip()):
+            raise ConfigError(f"concurrency_limit={limit!r} must be the name of a Prefect global concurrency limit, or None")
         parse_bytes(self.memory_budget, "memory_budget")
 
     @property
@@ -156,7 +161,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_run_name(self.name)
-        normalize_uri(os.fspath(self.storage_path))
+        _check_type(self, "storage_path", str, os.PathLike)
+        _check_type(self, "staging_dir", str, os.PathLike, type(None))
+        _check_type(self, "checkpoint_config", CheckpointConfig)
+        _check_type(self, "upload_config", UploadConfig)
+        _check_type(self, "failure_policy", FailurePolicy)
+        normalize_uri(self.storage_path)
         check_credentials(self.credentials or "env")
         check_storage_options(self.storage_options or {})
         _check_seconds(self, "stop_timeout", "lease_time")
@@ -167,6 +177,12 @@ class RunConfig:
             )
         if self.validation_fn is not None:
             raise ConfigError("validation_fn is not available yet: use record_evaluation() from outside the run")
+
+
+def _check_type(config: Any, name: str, *kinds: type) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{name}={value!r} must be {' or '.join(kind.__name__ for kind in kinds)}")
 
 
 def _check_int(config: Any, *names: str) -> None:

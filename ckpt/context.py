@@ -129,6 +129,16 @@ def activate(run: Run) -> Iterator[None]:
         _active.reset(token)
 
 
+@contextmanager
+def acting_for(run: Run) -> Iterator[None]:
+    """Make `run` the active one of this context only: what is started inside belongs to it, whatever run is open here."""
+    token = _active.set(run)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
 def active_run() -> Run:
     """The active run: this context's, or the only one open in the process.
 

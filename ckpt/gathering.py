@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ckpt.attempts import Chosen, Found, Owner, claim
+from ckpt.attempts import Found, Owner, claim
 from ckpt.checkpoint import Checkpoint
 from ckpt.credentials import Credentials
 from ckpt.errors import ConfigError, UploadFailedError
@@ -64,7 +64,7 @@ def prune(
         RunBusyError: a driver owns the run and is alive.
     """
     files = open_run_files(run, credentials, storage_options=storage_options)
-    attempt, _, found = claim(files.storage, Owner(), _as_it_was)
+    attempt, _, found = claim(files.storage, Owner(), lambda _: None, upkeep=True)
     try:
         files = open_run_files(run, credentials, storage_options=storage_options)
         notes = Notes(files.storage)
@@ -83,10 +83,6 @@ def prune(
         return [files.checkpoint(by_id[commit]) for commit in gone]
     finally:
         attempt.end("pruned")
-
-
-def _as_it_was(found: Found) -> Chosen | None:
-    return None if found.newest is None else Chosen(manifest=found.newest)
 
 
 def _protected(attribute: str | None, order: object, candidates: list[Candidate], found: Found) -> set[CommitId]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, overload
 
 from ckpt._json import dumps, loads
 from ckpt.checkpoint import Checkpoint
 from ckpt.commits import Lineage
+from ckpt.credentials import Credentials
 from ckpt.errors import FormatError, ObjectExistsError, ObjectNotFoundError
 from ckpt.layout import HISTORY, CommitId, Segment, parse_segment
 from ckpt.records import ReportRecord, ReportState
@@ -17,8 +20,15 @@ from ckpt.storage import Objects, join_uri
 
 logger = logging.getLogger("ckpt")
 
-Refer = Callable[[str], Checkpoint]
-"""Makes a reference from a URI in a row, with the run's credentials."""
+Refer = Callable[[str, str], Checkpoint]
+"""Makes a reference from the URI of a checkpoint and that of its commit object, with the run's credentials."""
+
+
+def reference(
+    credentials: Credentials | None, storage_options: Mapping[str, Any] | None, uri: str, commit_uri: str
+) -> Checkpoint:
+    """A `Refer`, once its first two arguments are bound; a plain function, so that a result pickles."""
+    return Checkpoint(uri, credentials, storage_options=storage_options, commit_uri=commit_uri)
 
 
 def write_segment(objects: Objects, attempt: int, rows: Sequence[ReportRecord]) -> None:
@@ -91,10 +101,12 @@ class History(Sequence[ReportRecord]):
             yield from reversed(self._rows(piece))
 
     def _at(self, position: int) -> ReportRecord:
-        for piece in reversed(self._index()):
-            if piece.position <= position <= piece.position + piece.last - piece.first:
-                return self._rows(piece)[position - piece.position]
-        return self.tail[position - (len(self) - len(self.tail))]
+        stored = len(self) - len(self.tail)
+        if position >= stored:
+            return self.tail[position - stored]
+        pieces = self._index()
+        piece = pieces[bisect_right(pieces, position, key=attrgetter("position")) - 1]
+        return self._rows(piece)[position - piece.position]
 
     def _index(self) -> list[_Piece]:
         if self._pieces is None:
@@ -131,14 +143,15 @@ def read_segment(objects: Objects, segment: Segment, refer: Refer) -> list[Repor
         return []
     for line in lines:
         try:
-            rows.append(_row(loads(line, where), refer))
+            rows.append(_row(loads(line, where), objects.uri, refer))
         except (FormatError, KeyError, TypeError, ValueError) as error:
             logger.warning("A row of %s is damaged and shows as lost: %s", where, error)
     return rows
 
 
-def _row(body: dict[str, Any], refer: Refer) -> ReportRecord:
-    return ReportRecord.from_json(body, refer)
+def _row(body: dict[str, Any], run: str, refer: Refer) -> ReportRecord:
+    commit = CommitId(body["seq"], body["attempt"])
+    return ReportRecord.from_json(body, lambda uri: refer(uri, join_uri(run, commit.key)))
 
 
 def _damaged(segment: Segment, seq: int) -> ReportRecord:

@@ -45,6 +45,12 @@ class Flight:
         """Begin a step."""
         self.step, self.state, self.active = step, state or self.state, time.monotonic()
 
+    def when_aborted(self, callback: Callable[[str], None]) -> None:
+        """Have `callback` called with the reason once it must stop; at once if it must already. It may be called twice."""
+        self.on_abort.append(callback)
+        if self.aborted is not None:
+            callback(self.aborted)
+
     def abort(self, reason: str) -> None:
         """Make it stop at the next moved byte, or at once where it waits."""
         self.aborted = reason
@@ -60,11 +66,18 @@ class Flight:
 
 
 class Locations:
-    """Where this run's checkpoints are: no two may share, contain or lie in one another."""
+    """Where this run's checkpoints are: no two may share, contain or lie in one another.
+
+    What an answer costs depends on how deep a location lies, not on how many there are.
+    """
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
-        self._taken = set(taken)
+        self._taken: set[str] = set()
+        self._inside: dict[str, str] = {}
+        """Each folder above a location, with one such location."""
         self._lock = threading.Lock()
+        for uri in taken:
+            self.add(uri)
 
     def claim(self, uri: str) -> None:
         """Take a location.
@@ -73,18 +86,41 @@ class Locations:
             CommittedError: another report has it, or one that contains it or lies in it.
         """
         with self._lock:
-            for other in self._taken:
-                if uri == other or uri.startswith(f"{other}/") or other.startswith(f"{uri}/"):
-                    raise CommittedError(
-                        f"location {uri} equals, contains or lies in {other}, which another report of this run uses: "
-                        "give every checkpoint a location of its own (build_checkpoint_path_from_name makes one)"
-                    )
-            self._taken.add(uri)
+            if other := self._overlapping(uri):
+                raise CommittedError(
+                    f"location {uri} equals, contains or lies in {other}, which another report of this run uses: "
+                    "give every checkpoint a location of its own (build_checkpoint_path_from_name makes one)"
+                )
+            self._add(uri)
 
     def add(self, uri: str) -> None:
         """Note a location that is in use already, whatever it overlaps."""
         with self._lock:
-            self._taken.add(uri)
+            self._add(uri)
+
+    def overlapping(self, uri: str) -> str | None:
+        """A location in use that `uri` equals, contains or lies in."""
+        with self._lock:
+            return self._overlapping(uri)
+
+    def _add(self, uri: str) -> None:
+        self._taken.add(uri)
+        self._inside.update(dict.fromkeys(_folders(uri), uri))
+
+    def _overlapping(self, uri: str) -> str | None:
+        own = uri.rstrip("/")
+        above = next((folder for folder in (*_folders(uri), own) if folder in self._taken), None)
+        return above or self._inside.get(own)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two locations are the same, or one lies in the other."""
+    return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
+
+
+def _folders(uri: str) -> list[str]:
+    parts = uri.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,15 +109,21 @@ def check_relative(path: str, what: str) -> str:
     """`path` itself, if it is a plain relative POSIX path; used for names on write and manifest paths on read.
 
     Raises:
-        ConfigError: it is empty, absolute, has `.`/`..`/empty parts, a backslash drive, NUL or control characters.
+        ConfigError: it is no string, empty, absolute, no valid Unicode, or has `.`/`..`/empty parts or control characters.
     """
+    if not isinstance(path, str):
+        raise ConfigError(f"{what} {path!r} is {type(path).__name__}; give a string")
     parts = path.split("/")
     if not path or any(part in ("", ".", "..") for part in parts) or any(ord(char) < 32 or char == "\x7f" for char in path):
         raise ConfigError(
             f"{what} {path!r} is not a plain relative path: use letters, digits and other printable characters, "
             "'/' between folders, and no '.', '..', empty part or leading '/'"
         )
-    if len(path.encode(errors="surrogatepass")) > 900:
+    try:
+        size = len(path.encode())
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} {path!r} is not valid Unicode: give it a name that UTF-8 can hold") from None
+    if size > 900:
         raise ConfigError(f"{what} {path[:60]!r}... is over 900 bytes long; object stores allow keys of 1024 bytes in all")
     return path
 

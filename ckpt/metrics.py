@@ -28,7 +28,10 @@ def freeze_metrics(metrics: Mapping[str, Any]) -> Metrics:
     if not isinstance(metrics, Mapping):
         raise MetricsError(f"metrics must be a mapping of names to values, not {type(metrics).__name__}")
     frozen = {_key(key, ""): _freeze(value, str(key), 1) for key, value in metrics.items()}
-    size = len(dumps(frozen))
+    try:
+        size = len(dumps(frozen).encode())
+    except ValueError as error:  # an integer of thousands of digits
+        raise MetricsError(f"metrics cannot be written as JSON: {error}") from error
     if size > MAX_BYTES:
         largest = max(frozen, key=lambda key: len(dumps(frozen[key])))
         raise MetricsError(
@@ -44,9 +47,11 @@ def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
         value = metrics
         for part in attribute.split("/"):
             value = value.get(part) if isinstance(value, Mapping) else None
-    if not isinstance(value, int | float) or math.isnan(value):
+    try:
+        score = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an int beyond every float
         return None
-    return float(value)
+    return None if math.isnan(score) else score
 
 
 def _key(key: object, where: str) -> str:
@@ -54,14 +59,23 @@ def _key(key: object, where: str) -> str:
         raise MetricsError(f"metric key {where}{key!r} is {type(key).__name__}; keys must be strings")
     if key == "$float":
         raise MetricsError("the metric key '$float' is reserved by the storage format; choose another name")
-    return str(key)
+    return _text(key, where)
+
+
+def _text(value: str, where: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise MetricsError(f"metric {where!r} holds {value!r:.80}, which is not valid Unicode") from None
+    return str(value)
 
 
 def _freeze(value: Any, where: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise MetricsError(f"metric {where!r} is nested over {_MAX_DEPTH} levels deep (or contains itself)")
     if value is None or isinstance(value, str):
-        return None if value is None else str(value)
+        return None if value is None else _text(value, where)
     if isinstance(value, bool | int | float):
         return _plain_number(value)
     if isinstance(value, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -9,11 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt._json import encode
-from ckpt.errors import ObjectNotFoundError
+from ckpt.errors import FormatError, NewerFormatError, ObjectNotFoundError
 from ckpt.layout import FORMAT, NOTES, CommitId, note_key, parse_note
 from ckpt.manifest import decode_object
 from ckpt.metrics import Metrics
 from ckpt.storage import Objects, join_uri
+
+
+logger = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +52,28 @@ class Notes:
         self._of: dict[CommitId, list[Note]] = {}
 
     def refresh(self) -> None:
-        """One listing, and one read per new note."""
+        """One listing, and one read per new note; damaged ones are passed over with a warning.
+
+        Raises:
+            NewerFormatError: a note that only a newer version understands.
+        """
         for entry in self._objects.list(NOTES):
             commit = parse_note(entry.key)
             if commit is None or entry.key in self._read:
                 continue
             try:
                 body = decode_object(self._objects.read(entry.key), join_uri(self._objects.uri, entry.key))
+                note = _note(commit, body)
             except ObjectNotFoundError:
                 continue
+            except NewerFormatError:
+                raise  # it may be a pin
+            except (FormatError, TypeError) as error:
+                logger.warning("Passing over note %s of %s: %s", entry.key, self._objects.uri, error)
+                self._read.add(entry.key)
+                continue
             self._read.add(entry.key)
-            self._of.setdefault(commit, []).append(_note(commit, body))
+            self._of.setdefault(commit, []).append(note)
 
     def metrics(self, commit: CommitId, own: Mapping[str, Any]) -> Metrics:
         """A commit's metrics with every evaluation so far."""

@@ -8,16 +8,17 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckpt.adopting import adopt
 from ckpt.attempts import Attempt, LooksFirst, Owner, claim, enforces_create
-from ckpt.checkpoint import Checkpoint
 from ckpt.commits import Start
 from ckpt.config import RunConfig
 from ckpt.context import activate
 from ckpt.errors import CkptError, FencedError, StorageError
+from ckpt.history import reference
 from ckpt.inflight import Destination, Live, Locations
 from ckpt.manifest import git_commit
 from ckpt.ordering import ReportLine, gather as gather_line
@@ -89,7 +90,8 @@ def finish(run: Run, error: BaseException | None) -> None:
 
 
 def _start(config: RunConfig, submit: Submit | None, owner: Owner, stack: ExitStack) -> Run:
-    uri = join_uri(_storage_root(config), config.name)
+    root = _storage_root(config)
+    uri = join_uri(root, config.name)
     storage = _open(config, uri)
     enforced = enforces_create(storage)
     if not enforced:
@@ -98,11 +100,13 @@ def _start(config: RunConfig, submit: Submit | None, owner: Owner, stack: ExitSt
             storage.uri,
         )
     objects = storage if enforced else LooksFirst(storage)
-    info = run_info(config, storage)
+    info = run_info(config, objects)
     attempt, start, found = claim(objects, owner, chooser(config, storage, info, owner), lease_time=config.lease_time)
     stack.callback(_end_attempt, attempt)
     stack.enter_context(_lease(attempt, config.lease_time / 3, run_of := []))
-    staging = Staging(staging_candidates(config.staging_dir, None if "://" in uri else Path(_storage_root(config))))
+    local = None if "://" in uri else Path(root)
+    label = f"{config.name}-{str(info.get('run_id', ''))[:8]}"
+    staging = Staging(staging_candidates(config.staging_dir, local), label)
     staging.sweep()
     stack.callback(staging.close)
     live = _live(config, storage, attempt, staging)
@@ -160,9 +164,7 @@ def _publisher(config: RunConfig, storage: Storage, attempt: Attempt, start: Sta
         score_order=checkpoint_config.checkpoint_score_order,
     )
 
-    def refer(uri: str) -> Checkpoint:
-        return Checkpoint(uri, config.credentials, storage_options=config.storage_options)
-
+    refer = partial(reference, config.credentials, config.storage_options)
     return Publisher(
         run=config.name, storage=storage, attempt=attempt, start=start, retention=retention, refer=refer
     )

@@ -33,6 +33,12 @@ class Reported:
     done_at: float | None = None
     """Monotonic seconds when it became final, for `order_wait`."""
     settled: threading.Event = field(default_factory=threading.Event)
+    """Set once `outcome()` answers at once: the upload is over, or the row is published."""
+
+    def settle(self) -> None:
+        """Note that the outcome is known."""
+        self.done_at = time.monotonic()
+        self.settled.set()
 
     def outcome(self, timeout: float | None = None) -> ReportRecord:
         """The final record; whatever the engine raised becomes one.

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from ckpt._json import encode
 from ckpt.attempts import Attempt
 from ckpt.checkpoint import Checkpoint
-from ckpt.commits import Start, read_lineage
+from ckpt.commits import Lineage, Start, read_lineage
 from ckpt.config import FailurePolicy
-from ckpt.errors import CheckpointsLostError, FencedError, StorageError
-from ckpt.history import History, commit_of, write_segment
+from ckpt.errors import CheckpointsLostError, FencedError, FormatError, StorageError
+from ckpt.history import History, Refer, commit_of, write_segment
 from ckpt.layout import CHECKPOINTS, FORMAT, RESULT, CommitId
 from ckpt.manifest import Manifest
 from ckpt.notes import Notes
@@ -64,7 +64,7 @@ class Publisher:
         attempt: the ownership.
         start: where the attempt began.
         retention: what stays.
-        refer: makes a reference from a URI.
+        refer: makes a reference from a URI and its commit's; pickles with the result.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Publisher:
         attempt: Attempt,
         start: Start,
         retention: Retention,
-        refer: Callable[[str], Checkpoint],
+        refer: Refer,
     ) -> None:
         self.run, self._storage, self._attempt, self._retention = run, storage, attempt, retention
         self._objects, self.refer, self._start = attempt.objects, refer, start
@@ -88,6 +88,8 @@ class Publisher:
         self._last: ReportRecord | None = None
         self._totals = Totals()
         self._began = time.monotonic()
+        self._replaced = False
+        """Whether a flush found a newer attempt."""
         self.observers: list[Observer] = []
         self.latest: Checkpoint | None = None
         """The newest published checkpoint; the restored one at first."""
@@ -119,13 +121,13 @@ class Publisher:
 
     @property
     def fenced(self) -> bool:
-        """Whether a report came back FENCED: another driver owns the run now."""
-        return self._totals.fenced > 0
+        """Whether another driver owns the run now."""
+        return self._replaced or self._totals.fenced > 0
 
     def reference(self, manifest: Manifest) -> Checkpoint:
         """The reference of a commit of this run."""
         uri = manifest.location if manifest.external else join_uri(self._storage.uri, manifest.location)
-        return self.refer(uri).with_manifest(manifest)
+        return self.refer(uri, join_uri(self._storage.uri, manifest.id.key)).with_manifest(manifest)
 
     def adopt(self, retained: Sequence[ReportRecord], unpublished: Sequence[ReportRecord]) -> None:
         """Take over from earlier attempts: what is retained, and the rows that nobody had published."""
@@ -243,7 +245,7 @@ class Publisher:
         try:
             self._refresh_notes()
             self._flush()
-        except StorageError as error:
+        except (StorageError, FormatError) as error:
             logger.warning("Retention waits: %s", error)
             return
         if self._unflushed:
@@ -269,11 +271,18 @@ class Publisher:
             self._kept[commit] = (replace(candidate, metrics=metrics, pinned=pinned), record)
 
     def _flush(self) -> None:
+        """Write the waiting rows, unless a newer attempt was claimed: it has seen what was there, and publishes the rest."""
+        if self._replaced:
+            return
         try:
+            self._attempt.check_fence()
             for rows in _consecutive(self._unflushed):
                 write_segment(self._objects, self._attempt.number, rows)
                 del self._unflushed[: len(rows)]
             self._flush_due = None
+        except FencedError as error:
+            logger.warning("%s", error)
+            self._replaced, self._flush_due = True, None
         except StorageError as error:
             logger.warning("The history could not be written and is tried again: %s", error)
             self._flush_due = time.monotonic() + FLUSH_INTERVAL
@@ -282,22 +291,22 @@ class Publisher:
         try:
             self._refresh_notes()
             lineage = read_lineage(self._objects)
-        except StorageError as failure:
+        except (StorageError, FormatError) as failure:
             logger.warning("The result is made without a last look at the store: %s", failure)
             lineage = None
         retained = self.retained()
-        latest = retained[-1] if retained else None
+        latest = next((record for record in retained if record.checkpoint == self.latest), None)
         last = latest or self._last
         totals = replace(self.totals, retained_bytes=sum(record.nbytes for record in retained))
         return Result(
-            run=self.run, path=self._storage.uri, checkpoint=self.latest, metrics=dict(last.metrics) if last else {},
+            run=self.run, path=self._storage.uri, checkpoint=latest and latest.checkpoint, metrics=dict(last.metrics) if last else {},
             best_checkpoints=[(record.checkpoint, record.metrics) for record in retained if record.checkpoint],
             history=self._unflushed if lineage is None else self._history(lineage), totals=totals, error=error,
             score_attribute=self._retention.score_attribute, score_order=self._retention.score_order,
         )  # fmt: skip
 
-    def _history(self, lineage: object) -> History:
-        return History(objects=self._objects, refer=self.refer, lineage=lineage, tail=tuple(self._unflushed))  # type: ignore[arg-type]
+    def _history(self, lineage: Lineage) -> History:
+        return History(objects=self._objects, refer=self.refer, lineage=lineage, tail=tuple(self._unflushed))
 
     def _write_result(self, result: Result) -> None:
         state = "completed" if result.error is None else "failed"

@@ -16,12 +16,12 @@ from ckpt.errors import CheckpointNotFoundError, ObjectExistsError
 from ckpt.layout import FORMAT, RUN
 from ckpt.manifest import Manifest, decode_object
 from ckpt.reading import RunFiles, open_run_files, pick, split_reference
-from ckpt.storage import Storage, join_uri, normalize_uri
+from ckpt.storage import Objects, Storage, join_uri, normalize_uri
 
 logger = logging.getLogger("ckpt")
 
 
-def run_info(config: RunConfig, storage: Storage) -> dict[str, Any]:
+def run_info(config: RunConfig, storage: Objects) -> dict[str, Any]:
     """The body of run.json: created by whoever comes first, and never changed; a differing configuration is warned about.
 
     Raises:
@@ -48,7 +48,7 @@ def chooser(config: RunConfig, storage: Storage, info: dict[str, Any], owner: Ow
         if resume == "none":
             return None
         if resume in ("latest", "must"):
-            latest = _latest(config, found)
+            latest = latest_of(found)
             if latest is None and resume == "must":
                 raise CheckpointNotFoundError(f"resume='must', and nothing is committed in {storage.uri}")
             return latest
@@ -71,12 +71,21 @@ def describe_start(config: RunConfig, start: Start, found: Found) -> str:
 
 
 def restored(config: RunConfig, storage: Storage, start: Start) -> Checkpoint | None:
-    """The reference of what the attempt resumed from."""
+    """The reference of what the attempt resumed from.
+
+    Raises:
+        CheckpointNotFoundError: it was deleted meanwhile; starting from scratch instead would lose the training so far.
+    """
     if start.resumed_from is None:
         return None
     files = open_run_files(start.origin or storage.uri, config.credentials, storage_options=config.storage_options)
     manifest = read_commit(files.storage, start.resumed_from)
-    return files.checkpoint(manifest) if isinstance(manifest, Manifest) else None
+    if not isinstance(manifest, Manifest):
+        raise CheckpointNotFoundError(
+            f"{join_uri(files.uri, start.resumed_from.key)}, which {config.name} was to resume from, is gone: say with "
+            "resume='@<seq>' or a reference which other checkpoint to take, or resume='none' to start from scratch"
+        )
+    return files.checkpoint(manifest)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -92,19 +101,19 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 def _is_retry(storage: Storage, found: Found, owner: Owner) -> bool:
     if owner.flow_run_id is None:
         return False
-    started = sorted(found.lineage.starts)
-    return bool(started) and owner_details(storage, started[-1]).get("flow_run_id") == owner.flow_run_id
+    trained = found.lineage.trained
+    return bool(trained) and owner_details(storage, max(trained)).get("flow_run_id") == owner.flow_run_id
 
 
-def _latest(config: RunConfig, found: Found) -> Chosen | None:
+def latest_of(found: Found) -> Chosen | None:
     """The newest commit; before the first, what the last attempt itself had taken from another run."""
     if found.newest is not None:
-        return Chosen(manifest=found.newest)
-    starts = found.lineage.starts
-    last = starts[max(starts)] if starts else None
+        return Chosen(commit=found.newest.id)
+    trained = found.lineage.trained
+    last = trained[max(trained)] if trained else None
     if last is None or not last.origin or last.resumed_from is None:
         return None
-    return _from_run(config, last.origin, str(last.resumed_from.seq))
+    return Chosen(commit=last.resumed_from, origin=last.origin)
 
 
 def _referred(config: RunConfig, storage: Storage, info: dict[str, Any], found: Found) -> Chosen:
@@ -116,9 +125,9 @@ def _referred(config: RunConfig, storage: Storage, info: dict[str, Any], found: 
         uri=storage.uri, storage=storage, credentials=config.credentials or "env",
         storage_options=dict(config.storage_options or {}), info=info, lineage=found.lineage, commits=found.commits,
     )  # fmt: skip
-    return Chosen(manifest=pick(files, which, config.resume))
+    return Chosen(commit=pick(files, which, config.resume).id)
 
 
 def _from_run(config: RunConfig, run: str, which: str) -> Chosen:
     files = open_run_files(run, config.credentials, storage_options=config.storage_options)
-    return Chosen(manifest=pick(files, which, f"{run}@{which}"), origin=run)
+    return Chosen(commit=pick(files, which, f"{run}@{which}").id, origin=run)

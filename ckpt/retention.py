@@ -73,6 +73,8 @@ class KeepBest(_Policy):
 
     def __post_init__(self) -> None:
         _check_count("KeepBest", self.n)
+        if not isinstance(self.attribute, str):
+            raise ConfigError(f"KeepBest attribute={self.attribute!r} must be a metric's name")
         if self.order not in ("max", "min"):
             raise ConfigError(f"KeepBest order={self.order!r} must be 'max' or 'min'")
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.config import RunConfig
-from ckpt.context import CheckpointConsistencyMode, ReportedCheckpoint, StorageContext, TrainContext
+from ckpt.context import CheckpointConsistencyMode, ReportedCheckpoint, StorageContext, TrainContext, acting_for
+from ckpt.credentials import redact
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -75,16 +76,9 @@ class ReportHandle:
         Raises:
             TimeoutError: not final after `timeout` seconds.
         """
-        if self._reported.pending is None and not self._reported.settled.wait(timeout):
-            raise DeadlineError(f"report {self.seq} is not published after {timeout} s")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
-            try:
-                return self._reported.outcome(max(0.0, left))
-            except TimeoutError as error:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise DeadlineError(f"report {self.seq} is not final after {timeout} s") from error
+        if not self._reported.settled.wait(timeout):
+            raise DeadlineError(f"report {self.seq} is not final after {timeout} s")
+        return self._reported.outcome(0)
 
     def __repr__(self) -> str:
         return f"ReportHandle(seq={self.seq}, state={self.state.value})"
@@ -120,6 +114,7 @@ class Run:
         self._ordering: Pending[Result] | None = None
         self._next_seq = first_seq
         self._uses: dict[str, int] = {}
+        self._copying = False
         self._stop = _Stop(asked=threading.Event())
         self._fenced: FencedError | None = None
         self._closed = False
@@ -155,6 +150,10 @@ class Run:
         """Ask the training to stop; `stop_requested()` says so from the next report on."""
         self._stop.since = self._stop.since or time.monotonic()
         self._stop.asked.set()
+
+    def abort(self, reason: str) -> None:
+        """End every upload that is not done; they become FAILED or SKIPPED with this reason."""
+        self._live.abort(reason)
 
     def drain_timeout(self) -> float | None:
         """Seconds that uploads have to finish: what is left of `stop_timeout` if a stop was requested, else no limit."""
@@ -217,7 +216,7 @@ class Run:
                 self._ordering.result(0)
             except TimeoutError:
                 pass
-            except BaseException as error:
+            except Exception as error:
                 raise OrderingError(f"the ordering task of run {self.config.name} died: {error}") from error
             else:
                 raise OrderingError(f"the ordering task of run {self.config.name} ended early")
@@ -286,11 +285,17 @@ class Run:
 
     def _check_apart(self, path: Path, draft: Report) -> None:
         """A directory that is, contains or lies in the run's own place must not be uploaded into itself, or deleted."""
-        real, root = str(path.resolve()), self.uri
+        real = str(path.resolve())
         if real == "/":
             raise ConfigError("the root of the file system cannot be a checkpoint")
-        if "://" in root:
+        if draft.delete_local and (other := self._live.locations.overlapping(str(path))):
+            raise ConfigError(
+                f"checkpoint directory {path} overlaps the committed checkpoint {other}, and is to be deleted after its "
+                "upload: report another directory, or give delete_local_checkpoint_after_upload=False"
+            )
+        if "://" in self.uri:
             return
+        root = str(Path(self.uri).resolve())
         contains = root == real or root.startswith(f"{real}/")
         if contains and (draft.delete_local or draft.upload_fn is None):
             raise ConfigError(
@@ -305,26 +310,22 @@ class Run:
     def _place(self, draft: Report, began: float) -> Reported:
         """Take a place in line, stage, submit; what goes wrong from here on is a FAILED report, not an exception."""
         if draft.checkpoint is None:
-            done = self._unuploaded(replace(draft, stall=time.monotonic() - began), ReportState.SUBMITTED)
-            return replace_done(done)
-        location = self._reserve(draft)
+            return self._unuploaded(replace(draft, stall=time.monotonic() - began), ReportState.SUBMITTED)
+        report = replace(draft, location=self._reserve(draft))
         try:
-            self._enter(draft)
-        except DeadlineError as error:
-            return self._failed_early(draft, began, str(error))
-        try:
-            source = self._staged(draft)
+            self._enter(report)
+            report = replace(report, source=self._staged(report))
             now = time.monotonic()
-            report = replace(draft, location=location, source=source, submitted=now, stall=now - began)
-            self._live.flight(report.seq)
-            reported = Reported(report=report, attempt=self.destination.attempt, pending=self._submit(report))
+            return self._submitted(replace(report, submitted=now, stall=now - began))
         except Exception as error:  # noqa: BLE001 - the trainer's loop must survive a full disk or a closing engine
-            self._live.slots.leave(draft.seq)
-            self._live.flights.pop(draft.seq, None)
-            logger.warning("report %d could not be submitted: %s", draft.seq, error)
-            return self._failed_early(draft, began, f"{type(error).__name__}: {error}")
-        assert reported.pending is not None
-        reported.pending.add_done_callback(lambda _: self._left(reported))
+            return self._failed_early(replace(report, stall=time.monotonic() - began), error)
+
+    def _submitted(self, report: Report) -> Reported:
+        self._live.flight(report.seq)
+        with acting_for(self):
+            pending = self._submit(report)
+        reported = Reported(report=report, attempt=self.destination.attempt, pending=pending)
+        pending.add_done_callback(lambda _: self._left(reported))
         return reported
 
     def _enter(self, draft: Report) -> None:
@@ -338,16 +339,17 @@ class Run:
         )
 
     def _left(self, reported: Reported) -> None:
-        reported.done_at = time.monotonic()
+        self._live.flights.pop(reported.report.seq, None)
         self._live.slots.leave(reported.report.seq)
+        reported.settle()
 
     def _reserve(self, draft: Report) -> str | None:
-        """A location that no other report has, for the default persist."""
-        if draft.upload_fn is not None or not draft.mode.moves_bytes:
-            return None
+        """A location that no other report has, for the default persist; custom uploads of the same name count as uses."""
         use = self._uses.get(draft.name, 0) + 1
-        location = location_of(draft.name, self.destination.attempt, use)
-        self._live.locations.claim(join_uri(self.uri, location))
+        location = None
+        if draft.upload_fn is None and draft.mode.moves_bytes:
+            location = location_of(draft.name, self.destination.attempt, use)
+            self._live.locations.claim(join_uri(self.uri, location))
         self._uses[draft.name] = use
         return location
 
@@ -357,20 +359,31 @@ class Run:
             return draft.source
         assert self._live.staging is not None
         staged, copied = self._live.staging.take(draft.source, rename=draft.delete_local)
-        if copied:
-            _warn_copied(str(draft.source.original))
+        if copied and not self._copying:
+            self._copying = True
+            logger.warning(
+                "%s had to be copied inside report(): no staging folder is on its file system. Set staging_dir to a folder "
+                "there, or save into checkpoint_dir()", draft.source.original,
+            )  # fmt: skip
         return staged
 
-    def _failed_early(self, draft: Report, began: float, reason: str) -> Reported:
-        report = replace(draft, stall=time.monotonic() - began)
-        return replace_done(self._unuploaded(report, ReportState.FAILED, reason))
+    def _failed_early(self, report: Report, error: Exception) -> Reported:
+        """What is staged already may be all there is of the checkpoint: it is kept."""
+        self._live.slots.leave(report.seq)
+        self._live.flights.pop(report.seq, None)
+        reason = redact(str(error) if isinstance(error, DeadlineError) else f"{type(error).__name__}: {error}")
+        if report.source is not None and report.source.staged and self._live.staging is not None:
+            reason += f" (its files are kept at {self._live.staging.keep(report.source)})"
+        reported = self._unuploaded(report, ReportState.FAILED, reason)
+        reported.settle()
+        return reported
 
     def _unuploaded(self, report: Report, state: ReportState, reason: str | None = None) -> Reported:
         record = ReportRecord(
             seq=report.seq, attempt=self.destination.attempt, name=report.name, state=state, metrics=report.metrics,
             reason=reason, created=report.created, timings=Timings(stall=report.stall),
         )  # fmt: skip
-        return Reported(report=report, attempt=self.destination.attempt, final=record)
+        return Reported(report=report, attempt=self.destination.attempt, final=record, done_at=time.monotonic())
 
     def begin(self, gather: Gather) -> None:
         """Start the ordering task."""
@@ -405,25 +418,7 @@ class Run:
             return ordering.result(timeout)
         except TimeoutError:
             self._live.abort(f"aborted: not finished {timeout:.0f} s after the run was asked to stop")
-        return ordering.result(_ABORT_TIME)
-
-
-def replace_done(reported: Reported) -> Reported:
-    """Note that a report is final already."""
-    reported.done_at = time.monotonic()
-    return reported
-
-
-_copied_warned: set[str] = set()
-
-
-def _warn_copied(original: str) -> None:
-    parent = str(Path(original).parent)
-    if parent not in _copied_warned:
-        _copied_warned.add(parent)
-        logger.warning(
-            "%s had to be copied inside report(): no staging folder is on its file system. Set staging_dir to a folder "
-            "there, or save into checkpoint_dir()", original,
-        )  # fmt: skip
-
-
+        try:
+            return ordering.result(_ABORT_TIME)
+        except TimeoutError as error:
+            raise DeadlineError(f"aborted uploads have not stopped after {_ABORT_TIME:.0f} s") from error

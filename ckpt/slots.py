@@ -47,7 +47,9 @@ class UploadSlots:
             deadline = time.monotonic() + timeout
             while len(self._pending) >= self._max_pending:
                 left = deadline - time.monotonic()
-                if left <= 0 or interrupted():
+                if interrupted():
+                    raise DeadlineError("another driver took the run over while this report waited for a place in line")
+                if left <= 0:
                     raise DeadlineError(
                         f"{self._max_pending} earlier reports are still uploading after {timeout:.0f} s (max_pending="
                         f"{self._max_pending}): uploads are slower than reports"

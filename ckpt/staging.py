@@ -2,7 +2,9 @@
 
 A directory that will be deleted is renamed away (O(1)) and an empty one left in its place; one that is kept is
 hard-linked, so that its owner may rotate it. Either needs a folder on the same file system; where none is found the files
-are copied inside the call. The files' sizes and times are noted at the call, and checked again after each was read.
+are copied inside the call (and, if they are to be deleted, deleted there: a later save into the same directory must not
+meet a deletion that was meant for this one). The files' sizes and times are noted at the call, and checked again after
+each was read.
 """
 
 from __future__ import annotations
@@ -13,16 +15,21 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ckpt.errors import ConfigError, SourceChangedError, StorageFullError
-from ckpt.layout import check_relative
+from ckpt.storage import check_key
 
-_OWNER = re.compile(r"(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
+_OWNER = re.compile(r"(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}")
+_TRY_ELSEWHERE = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EMLINK, errno.ENOTSUP, errno.EROFS}
+"""What a rename or a link is answered where it is not possible, and a copy may be."""
+_HIDDEN = ".ckpt-staging"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +87,15 @@ class Source:
             (self.original / file.path).unlink(missing_ok=True)
         every = {folder for leaf in folders for folder in (leaf, *leaf.parents)} - {Path()}
         for folder in sorted(every, key=lambda item: len(item.parts), reverse=True):
-            try:
-                (self.original / folder).rmdir()
-            except OSError:
-                continue  # not empty, or gone: not ours to force
+            path = self.original / folder
+            with suppress(OSError):  # not empty, or gone: not ours to force
+                path.unlink() if path.is_symlink() else path.rmdir()
 
 
 def scan(root: Path) -> Source:
     """List a directory: files, empty folders, modes, sizes; symbolic links that stay inside are followed.
+
+    What vanishes meanwhile is left out: an async writer may be at work, renaming its temporary files.
 
     Raises:
         ConfigError: it is missing, not a directory, or holds what cannot be stored (a link that is broken, escapes or
@@ -106,14 +114,20 @@ def scan(root: Path) -> Source:
 def _walk(
     root: str, folder: str, prefix: str, above: tuple[str, ...], files: list[SourceFile], empty: list[str]
 ) -> None:
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
     if not entries and prefix:
         empty.append(prefix.rstrip("/"))
     for entry in entries:
-        path = check_relative(prefix + entry.name, "file")
+        path = check_key(prefix + entry.name)
         real = _resolve(root, entry, path) if entry.is_symlink() else entry.path
-        info = os.stat(real)
+        try:
+            info = os.stat(real)
+        except FileNotFoundError:
+            continue
         if stat.S_ISDIR(info.st_mode):
             if real in above:
                 raise ConfigError(f"symbolic link {path} in {root} loops back to its own folder: remove it")
@@ -142,18 +156,26 @@ def _resolve(root: str, entry: os.DirEntry[str], path: str) -> str:
 
 
 class Staging:
-    """The staging folders of one process for one run.
+    """The staging folders of one process for one open run; no two share one, so that each removes its own at its end.
 
     Args:
         candidates: folders to try, best first; each is used only for sources on its own file system.
+        label: of the run; what failed is kept under it.
     """
 
-    def __init__(self, candidates: list[Path]) -> None:
+    def __init__(self, candidates: list[Path], label: str = "checkpoint") -> None:
         self._candidates = candidates
+        self._label = label
+        self._name = f"{_owner()}-{uuid.uuid4().hex[:8]}"
         self._made: set[Path] = set()
+        self._keeping = threading.Lock()
 
     def take(self, source: Source, *, rename: bool) -> tuple[Source, bool]:
         """Secure a source: renamed away if it will be deleted, else hard-linked, else copied.
+
+        Args:
+            source: as it was scanned.
+            rename: it is to be deleted: nothing of it stays where the trainer had it.
 
         Returns:
             The source as it is to be read from, and whether its bytes had to be copied.
@@ -162,16 +184,19 @@ class Staging:
             StorageFullError: the bytes would have to be copied and the disk has no room for them.
         """
         for base in self._bases(source.original):
-            target = base / uuid.uuid4().hex
-            try:
-                (_move if rename and not source.original.is_symlink() else _link)(source, target)
-            except OSError as error:
-                shutil.rmtree(target, ignore_errors=True)
-                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EROFS):
-                    raise
-                continue
-            return _at(source, target), False
-        return self._copy(source), True
+            for way in (_move, _link_and_delete) if rename else (_link,):
+                target = base / uuid.uuid4().hex
+                try:
+                    way(source, target)
+                except OSError as error:
+                    if error.errno not in _TRY_ELSEWHERE:
+                        raise
+                else:
+                    return _at(source, target), False
+        copy = self._copy(source)
+        if rename:
+            source.delete_original()
+        return copy, True
 
     def fresh_dir(self) -> Path:
         """A new empty directory in the first usable candidate."""
@@ -180,35 +205,38 @@ class Staging:
                 return _mkdir(base / f"dir-{uuid.uuid4().hex[:12]}")
         raise StorageFullError(f"no staging folder can be written: tried {', '.join(map(str, self._candidates))}")
 
-    def keep(self, source: Source, label: str) -> Path:
-        """Move a staged copy to where no sweep takes it; only the newest under `label` stays.
+    def keep(self, source: Source, suffix: str = "") -> Path:
+        """Move a staged copy to where no sweep takes it; of those with one `suffix` only the newest of the run stays.
 
         Returns:
             Where the files are.
         """
         if not source.staged:
             return source.root
-        kept = source.root.parent.parent / f"kept-{label}"
-        shutil.rmtree(kept, ignore_errors=True)
-        source.root.rename(kept)
+        kept = source.root.parent.parent / f"kept-{self._label}{suffix}"
+        with self._keeping:
+            shutil.rmtree(kept, ignore_errors=True)
+            source.root.rename(kept)
         return kept
 
     def close(self) -> None:
-        """Remove this process's own folders."""
+        """Remove this run's own folders, and those above them that this empties."""
         for base in self._made:
             shutil.rmtree(base, ignore_errors=True)
+            for above in (base.parent, base.parent.parent):
+                if above.name.startswith(_HIDDEN):
+                    with suppress(OSError):  # somebody else's staging is in it
+                        above.rmdir()
 
     def sweep(self) -> None:
         """Remove what dead processes of this machine left in the candidates."""
         for root in self._candidates:
-            for base in _top(root).glob("*-*-*"):
-                if (match := _OWNER.fullmatch(base.name)) and _is_dead(match):
-                    shutil.rmtree(base, ignore_errors=True)
+            _sweep(_top(root))
 
     def _bases(self, original: Path) -> Iterator[Path]:
         """Usable folders on the file system of `original`, never inside its parent (that may be temporary itself)."""
         device, parent = original.stat().st_dev, original.parent.resolve()
-        grandparent = original.parent.parent / ".ckpt-staging-beside"
+        grandparent = original.parent.parent / f"{_HIDDEN}-beside"
         for root in (*self._candidates, grandparent):
             place = root.parent if root is grandparent else root
             if not place.is_dir() or place.stat().st_dev != device:
@@ -222,16 +250,19 @@ class Staging:
         return folder in self._made
 
     def _base(self, root: Path) -> Path | None:
-        base = _top(root) / _owner()
+        top = _top(root)
+        base = top / self._name
         if base in self._made and base.is_dir():
             return base
         try:
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            top.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if top.stat().st_uid != os.getuid():
+                return None  # in a folder that everybody may write to somebody else was first
+            base.mkdir(mode=0o700)
         except OSError:
             return None
-        if base.stat().st_uid != os.getuid():
-            return None
         self._made.add(base)
+        _sweep(top)
         return base
 
     def _copy(self, source: Source) -> Source:
@@ -242,7 +273,7 @@ class Staging:
             if free < source.nbytes:
                 continue
             target = base / uuid.uuid4().hex
-            _clone(source, target, copy=True)
+            _clone(source, target, shutil.copy2)
             return _at(source, target)
         raise StorageFullError(
             f"staging {source.original} needs {source.nbytes} bytes, and none of {', '.join(map(str, self._candidates))} "
@@ -257,7 +288,13 @@ def staging_candidates(staging_dir: str | os.PathLike[str] | None, storage_root:
 
 
 def _top(root: Path) -> Path:
-    return root / f".ckpt-staging-{os.getuid()}"
+    return root / f"{_HIDDEN}-{os.getuid()}"
+
+
+def _sweep(top: Path) -> None:
+    for base in top.glob("*-*-*-*"):
+        if (match := _OWNER.fullmatch(base.name)) and _is_dead(match):
+            shutil.rmtree(base, ignore_errors=True)
 
 
 def _mkdir(path: Path) -> Path:
@@ -272,26 +309,47 @@ def _at(source: Source, root: Path) -> Source:
 
 
 def _move(source: Source, target: Path) -> None:
-    mode = stat.S_IMODE(source.original.stat().st_mode)
-    source.original.rename(target)
-    source.original.mkdir()
-    source.original.chmod(mode)
+    """Rename the directory away and leave an empty one; not where the path is a link, or the process stands in it."""
+    original = source.original
+    if original.is_symlink() or _stands_in(original):
+        raise OSError(errno.EBUSY, "cannot be renamed away", str(original))
+    mode = stat.S_IMODE(original.stat().st_mode)
+    original.rename(target)
+    try:
+        original.mkdir()
+        original.chmod(mode)
+    except OSError:
+        target.rename(original)
+        raise
+
+
+def _stands_in(folder: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(folder.resolve())
+    except FileNotFoundError:
+        return False  # the working directory was deleted
 
 
 def _link(source: Source, target: Path) -> None:
-    _clone(source, target, copy=False)
+    _clone(source, target, os.link)
 
 
-def _clone(source: Source, target: Path, *, copy: bool) -> None:
-    """Make `target` hold the files by their real paths, linked or copied with their times."""
-    target.mkdir(mode=0o700, parents=True)
-    for folder in {os.path.dirname(file.real) for file in source.files} - {""}:
-        (target / folder).mkdir(parents=True, exist_ok=True)
-    for real in {file.real for file in source.files}:
-        if copy:
-            shutil.copy2(source.root / real, target / real)
-        else:
-            os.link(source.root / real, target / real)
+def _link_and_delete(source: Source, target: Path) -> None:
+    _link(source, target)
+    source.delete_original()
+
+
+def _clone(source: Source, target: Path, way: Callable[[Path, Path], object]) -> None:
+    """Make `target` hold the files by their real paths, linked or copied with their times; all of them, or nothing."""
+    target.mkdir(mode=0o700)
+    try:
+        for folder in {os.path.dirname(file.real) for file in source.files} - {""}:
+            (target / folder).mkdir(parents=True, exist_ok=True)
+        for real in {file.real for file in source.files}:
+            way(source.root / real, target / real)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 @cache

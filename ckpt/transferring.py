@@ -45,9 +45,9 @@ def upload_files(
         source.check(file)
         try:
             receipt = storage.upload(source.root / file.real, f"{prefix}/{file.path}", progress=moved)
-        except FileNotFoundError as error:
-            source.check(file)
-            raise SourceChangedError(f"{file.path} of {source.original} went away while it was uploaded") from error
+        except FileNotFoundError:
+            source.check(file)  # names the file if it is the source that is gone, and not a bucket
+            raise
         source.check(file)
         if receipt.size != file.size:
             raise SourceChangedError(f"{file.path} of {source.original} had {file.size} bytes at the call, {receipt.size} now")
@@ -109,11 +109,10 @@ def check_arrived(objects: Objects, prefix: str, receipts: dict[str, Receipt]) -
 
 
 def list_files(storage: Storage, prefix: str = "") -> tuple[FileEntry, ...]:
-    """The files under `prefix` as the store lists them, for a checkpoint that we did not upload."""
-    start = f"{prefix}/" if prefix else ""
+    """The files under `prefix` (with its final slash) as the store lists them, for a checkpoint that we did not upload."""
     return tuple(
-        FileEntry(path=entry.key.removeprefix(start), size=entry.size, digest=f"etag:{entry.etag}" if entry.etag else None)
-        for entry in storage.list(start)
+        FileEntry(path=entry.key.removeprefix(prefix), size=entry.size, digest=f"etag:{entry.etag}" if entry.etag else None)
+        for entry in storage.list(prefix)
         if not entry.key.endswith("/")
     )
 

@@ -28,23 +28,44 @@ PASS_THROUGH = (KeyboardInterrupt, SystemExit, GeneratorExit)
 def freeze_function(fn: Any) -> Any:
     """Bind the closure of a plain function now: a loop variable rebound by the next epoch must not redirect an upload.
 
-    Only variables that the function reads are bound; what it rebinds itself (`nonlocal`) stays shared. Partials are frozen
-    inside. Bound methods and other callables are returned as they are.
+    Only variables that the function reads are bound; what it rebinds itself (`nonlocal`) stays shared, and so does what has
+    no value yet. Functions of the same module that it closes over are frozen as well (a decorator's wrapper closes over what
+    it wraps), and so is what a partial calls. Bound methods and other callables are returned as they are.
     """
+    return _frozen(fn, {})
+
+
+def _frozen(fn: Any, done: dict[int, Any]) -> Any:
+    """`done` has the functions frozen so far, by id: closures may lead back to themselves."""
     if isinstance(fn, functools.partial):
-        return functools.partial(freeze_function(fn.func), *fn.args, **fn.keywords)
+        return functools.partial(_frozen(fn.func, done), *fn.args, **fn.keywords)
     if not isinstance(fn, types.FunctionType) or fn.__closure__ is None:
         return fn
+    if id(fn) in done:
+        return done[id(fn)]
     written = _rebound(fn.__code__)
     cells = tuple(
-        cell if name in written else _copied(cell)
+        cell if name in written or _is_empty(cell) else types.CellType()
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True)
     )
     frozen = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
     for attribute in ("__module__", "__qualname__", "__doc__", "__kwdefaults__", "__annotations__"):
         setattr(frozen, attribute, getattr(fn, attribute))
     frozen.__dict__.update(fn.__dict__)
+    done[id(fn)] = frozen
+    for cell, bound in zip(fn.__closure__, cells, strict=True):
+        if bound is not cell:
+            value = cell.cell_contents
+            bound.cell_contents = _frozen(value, done) if getattr(value, "__module__", None) == fn.__module__ else value
     return frozen
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises where there is none
+    except ValueError:
+        return True
+    return False
 
 
 def name_of(fn: Any) -> str:
@@ -56,7 +77,12 @@ def name_of(fn: Any) -> str:
 
 
 def call_upload_fn(
-    fn: Any, checkpoint: Checkpoint, name: str, *, timeout: float, on_abort: list[Callable[[str], None]]
+    fn: Any,
+    checkpoint: Checkpoint,
+    name: str,
+    *,
+    timeout: float,
+    when_aborted: Callable[[Callable[[str], None]], None],
 ) -> Checkpoint:
     """Call `fn(checkpoint, name)` and wait until it, and whatever it returned, is done.
 
@@ -67,7 +93,7 @@ def call_upload_fn(
         checkpoint: as reported.
         name: the checkpoint's directory name.
         timeout: seconds for all of it.
-        on_abort: gets a callback that ends the wait early, for a reason.
+        when_aborted: is given what ends the wait early, for a reason.
 
     Returns:
         Where the function says the checkpoint is.
@@ -88,15 +114,15 @@ def call_upload_fn(
         else:
             _settle(outcome, value=value)
 
-    on_abort.append(lambda reason: _settle(outcome, error=DeadlineError(reason)))
+    when_aborted(lambda reason: _settle(outcome, error=DeadlineError(reason)))
     threading.Thread(target=run, name=f"ckpt-upload-fn-{name}", daemon=True).start()
     try:
         return outcome.result(timeout)
     except PASS_THROUGH:
         raise
     except TimeoutError as error:
-        if outcome.done():
-            raise  # the function's own
+        if time.monotonic() < deadline:
+            raise  # the function's own, or an abort
         raise DeadlineError(
             f"checkpoint_upload_fn {name_of(fn)} did not return within {timeout:.0f} s and was abandoned; "
             "its thread may still be running"
@@ -146,13 +172,6 @@ def _is_dcp_metadata(value: Any) -> bool:
 
 def _describe(value: Any) -> str:
     return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}: {value!r:.80}"
-
-
-def _copied(cell: types.CellType) -> types.CellType:
-    try:
-        return types.CellType(cell.cell_contents)
-    except ValueError:
-        return cell  # not assigned yet: whatever it becomes, there is nothing to bind now
 
 
 def _rebound(code: types.CodeType) -> set[str]:

@@ -20,6 +20,7 @@ import xxhash
 
 from ckpt._dcp import check_shards
 from ckpt.checkpoint import Checkpoint
+from ckpt.credentials import redact
 from ckpt.errors import (
     CheckpointNotFoundError,
     CommittedError,
@@ -30,8 +31,8 @@ from ckpt.errors import (
     StorageError,
     UploadFailedError,
 )
-from ckpt.inflight import Destination, Flight, Live
-from ckpt.layout import MANIFEST_SUFFIX
+from ckpt.inflight import Destination, Flight, Live, overlap
+from ckpt.layout import CHECKPOINTS, MANIFEST_SUFFIX
 from ckpt.manifest import FileEntry, Manifest, Tombstone, decode_commit, versions
 from ckpt.metrics import freeze_metrics
 from ckpt.records import Report, ReportRecord, ReportState, Timings, UploadFn
@@ -137,12 +138,15 @@ class _Target:
         raise NotImplementedError
 
     def claim(self, uri: str) -> None:
-        raise NotImplementedError
+        """Take a location where somebody else put files."""
+
+    def check_empty(self, uri: str) -> None:
+        """Refuse a location for our own upload where something is already: files of two uploads would mix."""
 
     def reference(self, uri: str, manifest: Manifest) -> Checkpoint:
         raise NotImplementedError
 
-    def keep(self, source: Source, label: str) -> Path:
+    def keep(self, source: Source, suffix: str) -> Path:
         return source.root
 
 
@@ -161,6 +165,14 @@ class _InRun(_Target):
         return self._live.attempt.give_up(tombstone)
 
     def claim(self, uri: str) -> None:
+        """Take it; outside `checkpoints/` nothing of the run is a checkpoint's, and above it is everything."""
+        root = self.storage.uri
+        inside = uri.startswith(f"{root}/{CHECKPOINTS}")
+        if not inside and (uri == root or uri.startswith(f"{root}/") or root.startswith(f"{uri.rstrip('/')}/")):
+            raise CommittedError(
+                f"location {uri} is, contains or lies among the run's own records ({root}): use the one that "
+                "build_checkpoint_path_from_name makes, or one outside the run"
+            )
         self._live.locations.claim(uri)
 
     def reference(self, uri: str, manifest: Manifest) -> Checkpoint:
@@ -171,8 +183,8 @@ class _InRun(_Target):
             commit_uri=join_uri(self.storage.uri, manifest.id.key),
         ).with_manifest(manifest)
 
-    def keep(self, source: Source, label: str) -> Path:
-        return source.root if self._live.staging is None else self._live.staging.keep(source, label)
+    def keep(self, source: Source, suffix: str) -> Path:
+        return source.root if self._live.staging is None else self._live.staging.keep(source, suffix)
 
 
 class _Standalone(_Target):
@@ -195,12 +207,10 @@ class _Standalone(_Target):
         except ObjectNotFoundError:
             return tombstone
 
-    def claim(self, uri: str) -> None:
-        """Refuse a prefix where something is already: files of two uploads would mix."""
-        if uri.startswith(self.storage.uri) and any(self.storage.list(uri.removeprefix(self.storage.uri + "/"))):
-            key = uri.removeprefix(self.storage.uri + "/")
-            if any(entry.key == self._key or entry.key.startswith(f"{key}/") for entry in self.storage.list(key)):
-                raise CommittedError(f"{uri} is not empty: name a destination where nothing is yet")
+    def check_empty(self, uri: str) -> None:
+        folder = uri.removeprefix(f"{self.storage.uri}/")
+        if any(entry.key == self._key or entry.key.startswith(f"{folder}/") for entry in self.storage.list(folder)):
+            raise CommittedError(f"{uri} is not empty: name a destination where nothing is yet")
 
     def reference(self, uri: str, manifest: Manifest) -> Checkpoint:
         commit = join_uri(self.storage.uri, self._key)
@@ -283,14 +293,13 @@ class _Upload:
             source = report.source or scan(_given(report).to_directory(Path(scratch) / "checkpoint"))
             if not source.files:
                 raise CheckpointNotFoundError(f"{source.original} holds no file; nothing was uploaded")
-            if isinstance(self.target, _Standalone):
-                self.target.claim(join_uri(self.target.storage.uri, location))
+            self.target.check_empty(join_uri(self.target.storage.uri, location))
             with self._step("upload", "uploading"):
                 files, receipts = upload_files(source, self.target.storage, location, progress=self.flight.progress)
             with self._step("verify", "verifying"):
                 check_arrived(self.target.storage, location, receipts)
                 sizes = {file.path: file.size for file in files}
-                check_shards(Checkpoint(source.root), sizes, Path(scratch))
+                check_shards(open_storage(source.root), "", sizes, Path(scratch))
         return self._manifest(location, files, source.empty_dirs, "persist")
 
     def _by_function(self, fn: UploadFn) -> Manifest:
@@ -300,7 +309,7 @@ class _Upload:
                 _given(self.report),
                 self.report.name,
                 timeout=self.target.upload_fn_timeout,
-                on_abort=self.flight.on_abort,
+                when_aborted=self.flight.when_aborted,
             )
         return self._in_place(given, name_of(fn))
 
@@ -308,17 +317,27 @@ class _Upload:
         """Commit files that somebody else put where they are: listed and sized, and not a byte written beside them."""
         self.target.claim(checkpoint.uri)
         with self._step("verify", "verifying"), tempfile.TemporaryDirectory(prefix="ckpt-") as scratch:
-            files, empty = self._listed(checkpoint)
-            check_shards(checkpoint, {file.path: file.size for file in files}, Path(scratch))
+            storage, prefix = self._place(checkpoint)
+            files, empty = self._listed(checkpoint, storage, prefix)
+            check_shards(storage, prefix, {file.path: file.size for file in files}, Path(scratch))
         inside = checkpoint.uri.removeprefix(f"{self.target.storage.uri}/")
         return self._manifest(inside, files, empty, uploaded_by)
 
-    def _listed(self, checkpoint: Checkpoint) -> tuple[tuple[FileEntry, ...], tuple[str, ...]]:
+    def _place(self, checkpoint: Checkpoint) -> tuple[Storage, str]:
+        """Where a checkpoint's files are, and the prefix of their keys: in the run's own storage if it lies in the run."""
+        root = f"{self.target.storage.uri}/"
+        if checkpoint.uri.startswith(root):
+            return self.target.storage, f"{checkpoint.uri.removeprefix(root)}/"
+        return checkpoint.open(), ""
+
+    def _listed(
+        self, checkpoint: Checkpoint, storage: Storage, prefix: str
+    ) -> tuple[tuple[FileEntry, ...], tuple[str, ...]]:
         if checkpoint.is_local:
             source = scan(Path(checkpoint.uri))
             files, empty = tuple(_hashed(source, self.flight)), source.empty_dirs
         else:
-            files, empty = list_files(checkpoint.open()), ()
+            files, empty = list_files(storage, prefix), ()
         if not files:
             raise CheckpointNotFoundError(f"nothing is at {checkpoint.uri}; a checkpoint has at least one file")
         return files, empty
@@ -351,7 +370,7 @@ class _Upload:
 
     def _delete_original(self, source: Source, committed: str) -> None:
         original = str(source.original.resolve())
-        if committed == original or committed.startswith(f"{original}/") or original.startswith(f"{committed}/"):
+        if "://" not in committed and overlap(str(Path(committed).resolve()), original):
             logger.warning("Not deleting %s: it is, or overlaps, the committed checkpoint %s", original, committed)
             return
         try:
@@ -369,13 +388,13 @@ class _Upload:
 
     def _fenced(self, error: FencedError) -> ReportRecord:
         """Nothing of this driver counts any more; what it has locally may be all there is of it, so it stays."""
-        where = self._whereabouts(f"{self.target.run}-{self.report.seq}")
+        where = self._whereabouts(f"-{self.report.seq}")
         self.flight.enter("fenced", ReportState.FENCED)
         return self._record(ReportState.FENCED, reason=f"{error}{where}")
 
     def _failed(self, error: Exception) -> ReportRecord:
         """Settle a failure in the store; a commit whose answer got lost turns out here, and stands."""
-        reason = f"{type(error).__name__}: {error}"
+        reason = redact(f"{type(error).__name__}: {error}")
         won: Manifest | Tombstone | None = None
         try:
             won = self.target.give_up(self._tombstone(ReportState.FAILED, reason))
@@ -388,15 +407,15 @@ class _Upload:
         if isinstance(won, Manifest) and won.nonce == self.nonce:
             return self._committed(won)
         self.flight.enter("failed", ReportState.FAILED)
-        raise UploadFailedError(self._record(ReportState.FAILED, reason=reason + self._whereabouts(self.target.run))) from error
+        raise UploadFailedError(self._record(ReportState.FAILED, reason=reason + self._whereabouts())) from error
 
-    def _whereabouts(self, label: str) -> str:
-        """Keep the local files, the newest under `label`, and say where they are."""
+    def _whereabouts(self, suffix: str = "") -> str:
+        """Keep the local files and say where they are."""
         source = self.report.source
         if source is None:
             return ""
         try:
-            where = self.target.keep(source, label)
+            where = self.target.keep(source, suffix)
         except OSError as error:
             return f" (its files are at {source.root}; they could not be moved: {error})"
         return f" (its files are kept at {where})"

@@ -1,4 +1,4 @@
-"""The `ckpt` logger in a Prefect run: once in the console, once in the run's logs, and Prefect's own noise kept short."""
+"""The `ckpt` logger in a Prefect run: once in the console, once in the run's logs; Prefect's own noise kept short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import prefect.logging.handlers as prefect_handlers
@@ -21,17 +21,17 @@ logger = logging.getLogger("ckpt")
 
 _OUR_TASKS = frozenset(
     {
-        "evaluate-checkpoint",
-        "gather-reports",
-        "prune-checkpoints",
-        "publish-result",
-        "restore-checkpoint",
-        "upload-checkpoint",
-        "validate-checkpoint",
-        "verify-checkpoint",
+        "evaluate_checkpoint",
+        "gather_reports",
+        "prune_checkpoints",
+        "publish_result",
+        "restore_checkpoint",
+        "upload_checkpoint",
+        "validate_checkpoint",
+        "verify_checkpoint",
     }
 )
-"""Names of tasks whose outcome the `ckpt` logger tells: Prefect's "Finished in state Completed()" would say it twice."""
+"""Tasks whose outcome the `ckpt` logger tells: Prefect's "Finished in state Completed()" would say it twice."""
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def run_logging(level: int = logging.INFO) -> Iterator[None]:
     Raises:
         MissingContextError: outside of a flow or task run.
     """
-    handler = _RunHandler(get_run_logger())
+    handler = _RunHandler(cast("logging.LoggerAdapter[logging.Logger]", get_run_logger()))
     quiet_prefect()
     before = logger.handlers, logger.propagate, logger.level
     logger.handlers, logger.propagate = [handler], False
@@ -90,7 +90,7 @@ class _Missed:
             self.logs += logs
             self.events += events
         if first:
-            logger.warning("The Prefect API does not answer. The run goes on; its page will miss what happens meanwhile.")
+            logger.warning("The Prefect API does not answer. The run goes on; the UI will miss what happens meanwhile.")
 
 
 missed = _Missed()
@@ -108,7 +108,7 @@ def quiet_prefect() -> None:
         target = logging.getLogger(name)
         if verdict not in target.filters:
             target.addFilter(verdict)
-    if prefect_handlers._api_log_sink is None:
+    if prefect_handlers._api_log_sink is None:  # noqa: SLF001 - a process of Prefect's own pool has one already
         prefect_handlers.set_api_log_sink(_send_log)
 
 
@@ -128,9 +128,12 @@ class _LogWorker(APILogWorker):
             missed.add(logs=len(items))
 
 
+_OF_LOST_ITEMS = ("failed to process item", "Unable to connect to", "Still processing items")
+
+
 def _undelivered(record: logging.LogRecord) -> bool:
     """Whether to keep a record of Prefect's background services; a lost item of theirs is counted instead."""
-    lost = "failed to process item" in str(record.msg) or "Unable to connect to" in str(record.msg)
+    lost = any(said in str(record.msg) for said in _OF_LOST_ITEMS)
     if lost and "EventsWorker" in str(record.args):
         missed.add(events=1)
     return not lost
@@ -146,10 +149,11 @@ def _short(record: logging.LogRecord) -> bool:
 
 def _told_once(record: logging.LogRecord) -> bool:
     """Whether to keep a record of a task run: of ours, not what the `ckpt` logger or the final state says anyway."""
-    ours = getattr(record, "task_name", None) in _OUR_TASKS
-    error = record.exc_info[1] if record.exc_info else None
+    ours = str(getattr(record, "task_name", "")).replace("-", "_") in _OUR_TASKS
     finished = record.levelno <= logging.INFO and str(record.msg).startswith("Finished in state")
-    return _short(record) and not (ours and (finished or isinstance(error, CkptError)))
+    _short(record)
+    failed = record.exc_info is None and str(record.msg).startswith("Task run failed with")
+    return not (ours and (finished or failed))
 
 
 _VERDICTS: dict[str, Callable[[logging.LogRecord], bool]] = {
@@ -158,4 +162,5 @@ _VERDICTS: dict[str, Callable[[logging.LogRecord], bool]] = {
     "prefect.events.clients": _undelivered,
     "prefect.flow_runs": _short,
     "prefect.task_runs": _told_once,
+    **dict.fromkeys(("APILogWorker", "EventsWorker", "_LogWorker"), _undelivered),
 }

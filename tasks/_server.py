@@ -87,7 +87,8 @@ def _received_is_consumed() -> bool:
     with contextlib.suppress(Exception):
         from prefect.server.utilities.messaging.memory import Topic
 
-        return all(queue.empty() for s in Topic.by_name("events")._subscriptions for queue in (s._queue, s._retry))
+        subscriptions = Topic.by_name("events")._subscriptions  # noqa: SLF001
+        return all(queue.empty() for each in subscriptions for queue in (each._queue, each._retry))  # noqa: SLF001
     return True
 
 

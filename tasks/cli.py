@@ -1,0 +1,368 @@
+"""The `ckpt` command: look at runs in their storage, verify, restore and maintain them.
+
+It needs no Prefect server, and imports Prefect only for credentials that are a block. This module reads the command
+line and says what went wrong; `_rows` reads the storage, `_tables` draws.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+
+from ckpt import Checkpoint, KeepAny, KeepBest, KeepLast, RetentionPolicy, RunSummary, list_runs
+from ckpt.errors import (
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    CkptError,
+    ConfigError,
+    CorruptCheckpointError,
+    FencedError,
+    ObjectNotFoundError,
+    RunBusyError,
+)
+from ckpt.gathering import prune as prune_run
+from ckpt.reading import pin as pin_checkpoint
+from ckpt.storage import normalize_uri
+from ckpt.verifying import Verification
+from ckpt.verifying import verify as verify_files
+from ckpt_tasks import _rows, _tables
+from ckpt_tasks._progress import transfer
+
+HELP = """Checkpoints of training runs: list, inspect, verify, restore, prune.
+
+RUN is `<storage_path>/<name>`; REF is a run with `@latest`, `@12` (a seq), `@best` or `@best:<metric>:<min|max>`, or the
+place of a checkpoint itself. A storage path is a folder, `s3://bucket/prefix`, or any fsspec URI.
+
+With `--json` stdout is one JSON document, and empty on an error; numbers that JSON does not have are the strings "NaN",
+"Infinity" and "-Infinity"; times are Unix seconds. Errors are one line on stderr; `--debug` or `CKPT_DEBUG=1` adds the
+stack trace.
+
+Exit codes: 0 ok; 1 a check failed (a file is missing or differs); 2 wrong usage or configuration; 3 not found;
+4 storage or access error; 5 the run is busy; 70 a bug in ckpt; 130 interrupted.
+"""
+
+NEWEST = 50
+"""Reports that `show` lists without `--all`."""
+_BUG, _INTERRUPTED, _BROKEN_PIPE = 70, 130, 141
+_EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (CycloptsError, 2),
+    (ConfigError, 2),
+    (CheckpointNotFoundError, 3),
+    (BucketNotFoundError, 3),
+    (ObjectNotFoundError, 3),
+    (CorruptCheckpointError, 1),
+    (RunBusyError, 5),
+    (FencedError, 5),
+    (KeyboardInterrupt, _INTERRUPTED),
+    (BrokenPipeError, _BROKEN_PIPE),
+    (CkptError, 4),
+    (OSError, 4),
+)
+"""The first that fits."""
+
+
+def _version() -> str:
+    try:
+        return version("prefect-ckpt")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+app = App(name="ckpt", help=HELP, help_format="markdown", version=_version)
+
+
+_Flag = Annotated[bool, Parameter(negative="", show_default=False)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What every command takes."""
+
+    json: _Flag = False
+    """Print one JSON document instead of tables."""
+    credentials: str | None = None
+    """`env` (default), `profile:<name>`, or `block:<type>/<name>`."""
+    storage_option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    """KEY=VALUE for the storage, such as `endpoint_url=http://localhost:9000`; the value may be JSON. Repeatable."""
+    debug: _Flag = False
+    """Show the stack trace of an error."""
+
+    @property
+    def access(self) -> dict[str, Any]:
+        """As the functions of `ckpt` take it."""
+        return {"credentials": self.credentials, "storage_options": dict(map(_option, self.storage_option))}
+
+    def show(self, document: Any, *parts: Any) -> None:
+        """Print the document for machines, or the tables and lines for people."""
+        if self.json:
+            print(json.dumps(_rows.plain(document), indent=2, allow_nan=False))
+            return
+        console = out()
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str))
+
+
+_COMMON = Common()
+
+
+@app.command
+def ls(storage_path: str = "./runs", *, common: Common = _COMMON) -> None:
+    """List the runs under a storage path, or the committed checkpoints of one run.
+
+    Args:
+        storage_path: where runs are kept; or a run itself.
+    """
+    files = _rows.is_run(storage_path, common.access)
+    if files is None:
+        runs = _runs(storage_path, common)
+        shown = _tables.runs_table(runs) if runs else f"no runs directly under {storage_path}"
+        common.show({"storage_path": normalize_uri(storage_path), "runs": runs}, shown)
+        return
+    rows = _rows.checkpoint_rows(files)
+    table = _tables.checkpoints_table(rows, files.score_attribute, out().width)
+    nothing = f"{files.uri} has no committed checkpoint; `ckpt show` lists its reports"
+    common.show({"run": files.uri, "checkpoints": rows}, table if rows else nothing)
+
+
+@app.command
+def show(
+    target: str,
+    *,
+    all_reports: Annotated[bool, Parameter("--all", negative="", show_default=False)] = False,
+    common: Common = _COMMON,
+) -> None:
+    """Show a run with its reports, failures and attempts; or one checkpoint with its files, metrics and origin.
+
+    Args:
+        target: RUN or REF.
+        all_reports: every report of the run, not only the newest 50.
+    """
+    files = _rows.is_run(target, common.access)
+    if files is None:
+        found = _rows.find(target, common.access)
+        common.show(found.to_json(), _tables.checkpoint_facts(found), "", _tables.files_table(found.checkpoint.manifest.files))
+        return
+    view = _rows.run_view(files, None if all_reports else NEWEST)
+    common.show(view.to_json(), *_run_parts(view, out().width))
+
+
+@app.command
+def verify(*targets: str, content: bool = True, common: Common = _COMMON) -> int:
+    """Check that committed checkpoints are what their manifests say; exit code 1 if a file is missing or differs.
+
+    Args:
+        targets: RUN or REF; a run stands for all its committed checkpoints.
+        content: read and compare every byte; --no-content compares presence and sizes only.
+    """
+    if not targets:
+        raise ConfigError("verify: name at least one RUN or REF")
+    subjects = [subject for target in targets for subject in _rows.subjects(target, common.access)]
+    known = [subject.checkpoint for subject in subjects if subject.checkpoint is not None]
+    total = sum(checkpoint.manifest.nbytes for checkpoint in known) if content else 0
+    with transfer("verifying", total) as progress:
+        checked = [(subject.ref, _verified(subject, content, progress)) for subject in subjects]
+    bad = sum(not found.ok for _, found in checked)
+    rows = [{"ref": ref, "ok": found.ok, **_rows.plain(found)} for ref, found in checked]
+    lines = [line for ref, found in checked for line in _tables.verification_lines(ref, found)]
+    common.show({"ok": not bad, "checkpoints": rows}, *lines, f"{len(checked)} checkpoints, {bad} with problems")
+    return int(bad > 0)
+
+
+@app.command
+def restore(ref: str, *, to: Path, common: Common = _COMMON) -> None:
+    """Download a checkpoint into a new directory, which appears whole and verified, or not at all.
+
+    Args:
+        ref: REF; a run stands for its latest checkpoint.
+        to: the directory to make; it may exist if it is empty.
+    """
+    checkpoint = _rows.find(ref, common.access).checkpoint
+    manifest = checkpoint.manifest
+    with transfer(f"restoring {manifest.name}", manifest.nbytes) as progress:
+        where = checkpoint.to_directory(to, progress=progress)
+    document = {
+        "ref": ref, "uri": checkpoint.uri, "seq": manifest.seq, "directory": str(where), "files": len(manifest.files),
+        "nbytes": manifest.nbytes,
+    }  # fmt: skip
+    said = f"restored checkpoint {manifest.seq} ({len(manifest.files)} files, {_tables.size(manifest.nbytes)}) to {where}"
+    common.show(document, _tables.visible(said), *_loading(checkpoint, where))
+
+
+@app.command
+def pin(ref: str, *, common: Common = _COMMON) -> None:
+    """Protect a committed checkpoint from retention and `prune`.
+
+    Args:
+        ref: REF.
+    """
+    _pin(ref, True, common)
+
+
+@app.command
+def unpin(ref: str, *, common: Common = _COMMON) -> None:
+    """Lift the protection of `pin`.
+
+    Args:
+        ref: REF.
+    """
+    _pin(ref, False, common)
+
+
+@app.command
+def prune(run: str, *, keep_last: int | None = None, keep_best: str | None = None, common: Common = _COMMON) -> None:
+    """Delete the checkpoints of a run that no rule keeps; latest, best and pinned ones stay whatever the rules say.
+
+    Args:
+        run: RUN; refused while a driver of it is alive.
+        keep_last: keep the newest N.
+        keep_best: keep the best N by a metric, as N:METRIC:min or N:METRIC:max.
+    """
+    policies: list[RetentionPolicy] = [] if keep_last is None else [KeepLast(keep_last)]
+    policies += [] if keep_best is None else [_keep_best(keep_best)]
+    if not policies:
+        raise ConfigError("prune: say what to keep, with --keep-last N, --keep-best N:METRIC:min|max, or both")
+    deleted = [checkpoint.uri for checkpoint in prune_run(run, KeepAny(tuple(policies)), **common.access)]
+    lines = [_tables.visible(f"deleted {uri}") for uri in deleted]
+    common.show({"run": normalize_uri(run), "deleted": deleted}, *lines, f"{len(deleted)} checkpoints deleted")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: of the command line; default: this process's own.
+
+    Returns:
+        The exit code.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given or os.environ.get("CKPT_DEBUG", "") not in ("", "0")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        with _log_lines():
+            command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False, verbose=False)
+            code = command(*bound.args, **bound.kwargs)
+            sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes a line and an exit code
+        return _failed(error, debug)
+
+
+def out() -> Console:
+    """The console of stdout: text as it is, no colours unless it is a terminal, and lines uncut where it is none."""
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 1000
+    return _Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _failed(error: BaseException, debug: bool) -> int:
+    code = next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), _BUG)
+    if code == _BROKEN_PIPE:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of the pipe has seen enough; say nothing at exit
+        return code
+    if debug:
+        traceback.print_exception(error)
+    text = {_INTERRUPTED: "interrupted", _BUG: f"{type(error).__name__}: {error} (a bug; --debug shows where)"}
+    _complain(text.get(code) or str(error) or type(error).__name__)
+    return code
+
+
+def _complain(text: str) -> None:
+    print(f"ckpt: {' '.join(_tables.visible(line) for line in text.splitlines() if line)}", file=sys.stderr)
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _complain(record.getMessage())
+
+
+@contextmanager
+def _log_lines() -> Iterator[None]:
+    """What the library says (objects passed over, retries that wait) as lines on stderr."""
+    logger, handler = logging.getLogger("ckpt"), _Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _option(given: str) -> tuple[str, Any]:
+    key, equals, text = given.partition("=")
+    if not key or not equals:
+        raise ConfigError(f"--storage-option {given!r} must be KEY=VALUE")
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        return key, text
+
+
+def _runs(storage_path: str, common: Common) -> list[RunSummary]:
+    root = normalize_uri(storage_path)
+    if "://" not in root and not Path(root).is_dir():
+        raise CheckpointNotFoundError(f"no folder is at {root}; give the storage path of your runs, or a run in it")
+    return list_runs(root, **common.access)
+
+
+def _run_parts(view: _rows.RunView, width: int) -> Iterator[Any]:
+    """What `show RUN` prints, from top to bottom."""
+    yield _tables.run_facts(view)
+    if view.reports:
+        left_out = view.nreports - len(view.reports)
+        yield f"\nreports (--all shows {left_out} older ones too)" if left_out else "\nreports"
+        yield _tables.reports_table(view.reports, {row.uri for row in view.checkpoints}, view.score_attribute, width)
+    if failures := _tables.failure_lines(view.reports):
+        yield from ("\nnot committed", *failures)
+    yield from ("\nattempts", _tables.attempts_table(view.attempts))
+
+
+def _verified(subject: _rows.Subject, content: bool, progress: Callable[[int], None]) -> Verification:
+    if subject.checkpoint is None:
+        return Verification(uri=subject.ref, files=0, nbytes=0, problems=(subject.problem,))
+    return verify_files(subject.checkpoint, content=content, progress=progress)
+
+
+def _loading(checkpoint: Checkpoint, where: Path) -> list[str]:
+    """How to load it, where that can be known."""
+    found = [file.path for file in checkpoint.manifest.files if file.path.endswith((".pt", ".pth"))]
+    return [f"load it: torch.load({_tables.visible(str(where / found[0]))!r}, weights_only=True)"] if found else []
+
+
+def _keep_best(given: str) -> KeepBest:
+    count, _, rest = given.partition(":")
+    metric, _, order = rest.rpartition(":")
+    if not count.isdecimal() or not metric or order not in ("min", "max"):
+        raise ConfigError(f"--keep-best {given!r} must be N:METRIC:min or N:METRIC:max, such as 3:loss:min")
+    return KeepBest(int(count), metric, "min" if order == "min" else "max")
+
+
+def _pin(ref: str, pinned: bool, common: Common) -> None:
+    pin_checkpoint(ref, pinned, **common.access)
+    common.show({"ref": ref, "pinned": pinned}, _tables.visible(f"{ref} is {'pinned' if pinned else 'not pinned any more'}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

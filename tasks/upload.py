@@ -1,0 +1,91 @@
+"""The upload task: one run of it per reported checkpoint, and a task of its own in any other pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed, Failed
+
+from ckpt import Checkpoint, Report, ReportRecord, ReportState
+from ckpt.credentials import Credentials
+from ckpt.errors import ConfigError, UploadFailedError
+from ckpt.inflight import Destination
+from ckpt.records import UploadFn
+from ckpt.uploading import upload, upload_standalone
+from ckpt_tasks.limits import cross_run_limit
+
+
+def _run_name(parameters: dict[str, Any]) -> str:
+    subject, destination = parameters["checkpoint"], parameters["destination"]
+    if isinstance(subject, Report):
+        return f"upload-{subject.seq:06d} {destination.run}"
+    return f"upload {parameters.get('name') or str(destination).rstrip('/').rpartition('/')[2]}"
+
+
+@task(
+    name="upload-checkpoint",
+    description="Upload one checkpoint, verify what arrived, and commit it; all or nothing.",
+    task_run_name=_run_name,  # type: ignore[arg-type]  # Prefect calls it with the parameters where it takes them
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=0,
+)
+def upload_checkpoint(
+    checkpoint: Checkpoint | Report,
+    destination: str | Destination,
+    *,
+    name: str | None = None,
+    metrics: dict[str, Any] | None = None,
+    seq: int | None = None,
+    checkpoint_upload_fn: UploadFn | None = None,
+    credentials: Credentials | None = None,
+) -> ReportRecord:
+    """Upload one checkpoint and commit it: it exists with all its files, or not at all.
+
+    Retrying is per file and inside; `with_options(retries=...)` begins from nothing.
+
+    Args:
+        checkpoint: a local directory or a URI to copy from. A training run gives its frozen `Report` instead.
+        destination: a prefix where nothing is yet: a standalone checkpoint, committed by `<destination>.manifest.json`.
+            A training run gives its attempt instead.
+        name: for people; default: the last part of `destination`.
+        metrics: recorded in the manifest.
+        seq: place in an order of the caller's own, for `gather_reports`.
+        checkpoint_upload_fn: `fn(checkpoint, name) -> Checkpoint` instead of the default upload.
+        credentials: for `destination`.
+
+    Returns:
+        A small record; no bytes travel through Prefect.
+
+    Raises:
+        UploadFailedError: carries the FAILED record.
+    """
+    if isinstance(checkpoint, Report):
+        if not isinstance(destination, Destination):
+            raise ConfigError("a Report is uploaded to the Destination of its run; give a Checkpoint for a plain prefix")
+        return _in_run(checkpoint, destination)
+    if isinstance(destination, Destination):
+        raise ConfigError("inside a run, use report(); upload_checkpoint takes a plain prefix as destination")
+    return upload_standalone(
+        checkpoint,
+        destination,
+        name=name,
+        metrics=metrics,
+        seq=seq,
+        checkpoint_upload_fn=checkpoint_upload_fn,
+        credentials=credentials,
+    )
+
+
+def _in_run(report: Report, destination: Destination) -> Any:
+    """States instead of exceptions: a failed upload is a row of the history, and no stack trace in the trainer's log."""
+    config = destination.upload_config
+    try:
+        record = upload(report, destination, limit=cross_run_limit(config.concurrency_limit, config.limit_timeout))
+    except UploadFailedError as error:
+        return Failed(name=error.record.state.value.title(), message=str(error.record.reason), data=error)
+    if record.state is ReportState.SKIPPED:
+        return Completed(name="Skipped", message=str(record.reason), data=record)
+    return record
