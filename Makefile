@@ -33,7 +33,7 @@ format: $(VENV)/.dev  ## Rewrite the code in the project's style
 types: $(VENV)/.dev  ## Check the types with mypy and pyright
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing/api.py
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 check: lint types test  ## Everything that a change has to pass
 

@@ -81,7 +81,9 @@ class Source:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # The number may belong to another file next: a thread of ours that comes late must not use it.
         fd, self._fd = self._fd, -1
         os.close(fd)
@@ -148,7 +150,9 @@ class NewFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         # The number may belong to another file next: a thread of ours that comes late must not use it.

@@ -83,6 +83,7 @@ class FsspecStorage:
         self._begin()
 
     def _begin(self) -> None:
+        self._pid = os.getpid()
         self._opened: _Opened | None = None
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(self._transfers_at_a_time)
@@ -91,7 +92,7 @@ class FsspecStorage:
         return f"FsspecStorage({self._uri!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in {"_opened", "_lock", "_slots"}}
+        return {name: value for name, value in vars(self).items() if name not in {"_opened", "_lock", "_slots", "_pid"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -164,8 +165,9 @@ class FsspecStorage:
             for _ in reading.chunks():
                 pass
             with self._translated("upload", key, moved):
-                self._watched(f"upload {self._uri}/{key}", reading.size, moved, lambda seen: self._send(reading, path, seen))
-                reading.check_unchanged()
+                self._watched(
+                    f"upload {self._uri}/{key}", reading.size, moved, lambda seen: self._send(reading, path, seen)
+                )
                 info = self._open().fs.info(path)
         if info["size"] != reading.size:
             raise TransientStorageError(f"upload {self._uri}/{key}: {info['size']} bytes arrived of {reading.size}")
@@ -180,7 +182,9 @@ class FsspecStorage:
             if info["type"] != "file":
                 raise FileNotFoundError(path)
             with NewFile(target.parent) as new:
-                self._watched(f"download {self._uri}/{key}", info["size"], moved, lambda seen: _fetch(fs, path, info, new, seen))
+                self._watched(
+                    f"download {self._uri}/{key}", info["size"], moved, lambda seen: _fetch(fs, path, info, new, seen)
+                )
                 after = fs.info(path)
                 if (new.size, _etag(after)) != (info["size"], _etag(info)):
                     raise TransientStorageError(f"download {self._uri}/{key}: the object was replaced meanwhile")
@@ -191,8 +195,10 @@ class FsspecStorage:
         return f"{self._open().root}/{check_key(key)}"
 
     def _open(self) -> _Opened:
+        if self._pid != os.getpid():  # forked: connections and locks are the parent's
+            self._begin()
         with self._lock:
-            if self._opened is None or self._opened.pid != os.getpid():
+            if self._opened is None:
                 self._opened = _open(self._uri, self._credentials, self._options)
             return self._opened
 
@@ -202,12 +208,23 @@ class FsspecStorage:
     def _send(self, source: Source, path: str, moved: Callable[[int], None]) -> None:
         opened = self._open()
         if opened.fs.async_impl or opened.renames or source.size > IN_MEMORY:
+
+            def look(count: int) -> None:
+                if count == 0:
+                    source.check_unchanged()  # fsspec's own loop spins for ever on a file that became shorter
+                moved(count)
+
+            def fill(name: str) -> None:
+                opened.fs.put_file(str(source.path), name, callback=_callback(look))
+                source.check_unchanged()
+
             with opened.nothing_left_of(path):
-                opened.place(path, lambda name: opened.fs.put_file(str(source.path), name, callback=_callback(moved)))
+                opened.place(path, fill)
             return
         # A file system that writes through a stream would show the object growing.
         data = source.path.read_bytes()
         moved(len(data))
+        source.check_unchanged()
         opened.place(path, lambda name: opened.fs.pipe_file(name, data))
 
     def _watched(self, what: str, size: int, moved: Guarded, work: Callable[[Callable[[int], None]], None]) -> None:
@@ -256,8 +273,9 @@ class _Watch:
         """Of the file system's callback; some report more than there is, or the same twice."""
         if self.abandoned:
             raise StalledError("given up")
-        self._last = time.monotonic()
         count = min(count, self._size - self.count)
+        if count:
+            self._last = time.monotonic()
         self.count += count
         self._progress(count)
 
@@ -278,7 +296,6 @@ class _Opened:
 
         self.fs = fs
         self.root = root.rstrip("/")
-        self.pid = os.getpid()
         pipe = "_pipe_file" if fs.async_impl else "pipe_file"
         own = getattr(type(fs), pipe)
         self.is_conditional = own is not AbstractFileSystem.pipe_file and "mode" in inspect.signature(own).parameters
@@ -373,12 +390,13 @@ def _fetch(fs: Any, path: str, info: Mapping[str, Any], new: NewFile, moved: Cal
 def _callback(moved: Callable[[int], None]) -> Any:
     from fsspec.callbacks import Callback
 
+    before = 0
+
     class Moved(Callback):  # type: ignore[misc]
         def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
-            grown = self.value - getattr(self, "seen", 0)
-            self.seen = self.value
-            if grown > 0:
-                moved(grown)
+            nonlocal before
+            grown, before = self.value - before, max(before, self.value)
+            moved(max(0, grown))
 
     return Moved()
 
@@ -389,7 +407,9 @@ def _etag(info: Mapping[str, Any]) -> str | None:
 
 def _translate(verb: str, where: str, error: Exception) -> Exception:
     text = f"{verb} {where}: {type(error).__name__}: {redact(str(error))}"
-    status = next((value for name in ("code", "status_code", "status") if isinstance(value := getattr(error, name, 0), int)), 0)
+    status = next(
+        (value for name in ("code", "status_code", "status") if isinstance(value := getattr(error, name, 0), int)), 0
+    )
     kind = _KINDS.get(status)
     if kind is None and isinstance(error, FileExistsError):
         kind = ObjectExistsError

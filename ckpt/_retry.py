@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tenacity
 
@@ -24,6 +24,8 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
 """Seconds."""
 _LISTEN_EVERY = 0.25
+_random = random.Random()
+"""Of our own: a training must draw the same numbers with uploads as without."""
 
 logger = logging.getLogger("ckpt")
 
@@ -47,17 +49,9 @@ class RetryingStorage:
         self._budget = budget
         self._first_pause = first_pause
         self._storage = opener()
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"RetryingStorage({self._storage!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = threading.Lock()
 
     @property
     def uri(self) -> str:
@@ -102,19 +96,22 @@ class RetryingStorage:
         count = HighWater(moved)
         return self._retry(lambda storage: storage.download(key, target, progress=count), moved, count)
 
-    def _retry(
-        self, verb: Callable[[Storage], T], moved: Guarded | None = None, count: HighWater | None = None
-    ) -> T:
+    def _retry(self, verb: Callable[[Storage], T], moved: Guarded | None = None, count: HighWater | None = None) -> T:
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: _is_worth_it(error, moved)),
             stop=_StopAfter(self._budget),
-            wait=tenacity.wait_random_exponential(multiplier=self._first_pause, max=LONGEST_PAUSE),
+            wait=self._pause_after,
             sleep=lambda seconds: _pause(seconds, moved),
             before_sleep=_log,
             reraise=True,
         )
         result: T = attempts(self._once, verb, count)
         return result
+
+    def _pause_after(self, retry_state: tenacity.RetryCallState) -> float:
+        return _random.uniform(
+            0.0, min(LONGEST_PAUSE, self._first_pause * 2.0 ** min(retry_state.attempt_number - 1, 60))
+        )
 
     def _once(self, verb: Callable[[Storage], T], count: HighWater | None) -> T:
         if count is not None:
@@ -127,10 +124,9 @@ class RetryingStorage:
             raise
 
     def _reopen(self, expired: Storage) -> None:
-        with self._lock:
-            if self._storage is expired:  # else another thread was faster
-                logger.info("credentials for %s have expired: resolving them again", self.uri)
-                self._storage = self._opener()
+        if self._storage is expired:  # else another thread was faster; if both reopen, no harm is done
+            logger.info("credentials for %s have expired: resolving them again", self.uri)
+            self._storage = self._opener()
 
 
 class _StopAfter(tenacity.stop.stop_base):

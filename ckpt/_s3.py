@@ -7,6 +7,9 @@ parts are checked likewise and which are aborted on any failure; ranged reads ti
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
+import logging
 import os
 import threading
 import weakref
@@ -32,6 +35,7 @@ CONNECT_TIMEOUT = 10
 REFRESH_BEFORE = 300
 """Seconds before they expire at which credentials with a known end are fetched anew."""
 
+logger = logging.getLogger("ckpt")
 _alive: weakref.WeakSet[S3Storage] = weakref.WeakSet()
 
 
@@ -98,24 +102,24 @@ class S3Storage:
     def create(self, key: str, data: bytes) -> None:
         """Put the object on the condition that there is none (`If-None-Match: *`), or raise `ObjectExistsError`."""
         path = self._path(key)
-        self._run("create", key, lambda client: client.create(path, data))
+        self._run("create", key, lambda client, _: client.create(path, data))
 
     def write(self, key: str, data: bytes) -> None:
         """Put the object."""
         path = self._path(key)
-        self._run("write", key, lambda client: client.put("write", path, Body(data)))
+        self._run("write", key, lambda client, _: client.put("write", path, Body(data)))
 
     def read(self, key: str) -> bytes:
         """All bytes of the object."""
         path = self._path(key)
-        return self._run("read", key, lambda client: client.read(path))
+        return self._run("read", key, lambda client, watch: client.read(path, watch))
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Every object whose key starts with `prefix`, by key, as the store says now.
 
         Keys that end with a slash are some tools' way to mark folders; they are no files and left out.
         """
-        found = self._run("list", prefix, lambda client: client.listing(self._prefix + prefix))
+        found = self._run("list", prefix, lambda client, watch: client.listing(self._prefix + prefix, watch))
         entries = [_entry(said, len(self._prefix)) for said in found if said["Key"][-1] != "/"]
         # Sorted here, because some stores do not answer in order (S3 Express, gateways).
         return iter(sorted(entries, key=lambda entry: entry.key))
@@ -123,20 +127,20 @@ class S3Storage:
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the objects, 1000 in a request; a missing one is fine."""
         paths = [self._path(key) for key in keys]
-        self._run("delete", "", lambda client: client.delete(paths))
+        self._run("delete", "", lambda client, watch: client.delete(paths, watch))
 
     def upload(self, source: Path, key: str, *, progress: Progress) -> Receipt:
         """Copy a local file to `key`: in one request, or from two part sizes on in parts, several at a time."""
         path, watch = self._path(key), Watch(progress, self._stall_timeout)
         with Source(source) as reading:
-            return self._run("upload", key, lambda client: client.upload(reading, path, watch), watch)
+            return self._run("upload", key, lambda client, watch: client.upload(reading, path, watch), watch)
 
     def download(self, key: str, target: Path, *, progress: Progress) -> Receipt:
         """Copy an object to a local file, in ranges of one version of it, several at a time."""
         path, watch = self._path(key), Watch(progress, self._stall_timeout)
         try:
             with NewFile(target.parent) as new:
-                etag = self._run("download", key, lambda client: client.download(path, new, watch), watch)
+                etag = self._run("download", key, lambda client, watch: client.download(path, new, watch), watch)
                 new.replace(target)
         except OSError as error:
             if error is watch.error:
@@ -153,21 +157,22 @@ class S3Storage:
         Returns:
             How many there were.
         """
-        return self._run("abort", "", lambda client: client.abort_uploads(self._prefix, older_than))
+        return self._run("abort", "", lambda client, watch: client.abort_uploads(self._prefix, older_than, watch))
 
     def _path(self, key: str) -> str:
         path = self._prefix + check_key(key)
         if len(path.encode()) > 1024:
-            raise ConfigError(f"key s3://{self._bucket}/{path} has over 1024 bytes, S3's limit; use a shorter storage path")
+            raise ConfigError(
+                f"key s3://{self._bucket}/{path} has over 1024 bytes, S3's limit; use a shorter storage path"
+            )
         return path
 
     def _run(
-        self, verb: str, key: str, work: Callable[[S3Client], Coroutine[Any, Any, T]], watch: Watch | None = None
+        self, verb: str, key: str, work: Callable[[S3Client, Watch], Coroutine[Any, Any, T]], watch: Watch | None = None
     ) -> T:
-        # Small objects have no bytes to watch; twice the time covers a connection that hangs and one more try.
+        # A small request has no bytes to watch: twice the time covers one that hangs and one more try.
         watch = watch or Watch(lambda _: None, 2 * self._stall_timeout)
-        client = self._client()
-        return watch.run(work(client), f"{verb} {self._uri}/{key}")
+        return watch.run(work(self._client(), watch), f"{verb} {self._uri}/{key}")
 
     def _client(self) -> S3Client:
         with self._lock:
@@ -181,13 +186,16 @@ class S3Storage:
     def _connect(self) -> S3Client:
         import s3fs
 
-        found = resolve_credentials(self._credentials, "s3")
-        session = _renewing_session(self._credentials, found)
-        options = _options({**_named(found), **self._options}, self._memory_budget // self._part_size, self._stall_timeout)
-        if session is not None:
-            options = {**options, "session": session, "key": None, "secret": None, "token": None}
+        found = _named(resolve_credentials(self._credentials, "s3"))
+        session = _session(self._credentials, found)
+        options = _options({**found, **self._options}, self._memory_budget // self._part_size, self._stall_timeout)
+        unknown = options.keys() - inspect.signature(s3fs.S3FileSystem.__init__).parameters.keys()
+        if unknown:
+            raise ConfigError(f"storage_options for {self._uri}: s3fs has no option {', '.join(sorted(unknown))}")
         try:
-            fs = s3fs.S3FileSystem(asynchronous=True, skip_instance_cache=True, use_listings_cache=False, **options)
+            fs = s3fs.S3FileSystem(
+                asynchronous=True, skip_instance_cache=True, use_listings_cache=False, session=session, **options
+            )
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"storage_options for {self._uri}: s3fs says {error}") from error
         fs.retries = 1  # its own know too few errors and give up within two seconds
@@ -232,32 +240,50 @@ def _options(given: Mapping[str, Any], parts: int, stall_timeout: float) -> dict
 def _named(found: Mapping[str, Any]) -> dict[str, Any]:
     """Credentials under the names that s3fs has for them."""
     names = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_session_token": "token"}
-    return {names.get(name, name): value for name, value in found.items() if name != "expires_at"}
+    return {names.get(name, name): value for name, value in found.items()}
 
 
-def _renewing_session(credentials: Credentials, found: Mapping[str, Any]) -> Any:
-    """A session that asks for new credentials by itself before these expire; None where their end is not known."""
-    if found.get("expires_at") is None:
-        return None
-    from aiobotocore.credentials import AioRefreshableCredentials
+def _session(credentials: Credentials, found: dict[str, Any]) -> Any:
+    """A session of botocore; takes out of `found` what it cares for itself.
+
+    Where the end of the credentials is known, it asks for new ones by itself before that.
+    """
     from aiobotocore.session import AioSession
 
+    session = AioSession(profile=found.pop("profile", None))
+    # The descriptions of AWS's services are parsed once in a process, not for every storage.
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    if found.get("expires_at") is not None:
+        session._credentials = _renewing(credentials, found)
+        for name in ("key", "secret", "token"):
+            found.pop(name, None)
+    found.pop("expires_at", None)
+    return session
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
+
+
+def _renewing(credentials: Credentials, found: Mapping[str, Any]) -> Any:
+    from aiobotocore.credentials import AioRefreshableCredentials
+
     def metadata(options: Mapping[str, Any]) -> dict[str, Any]:
-        named = _named(options)
-        try:
-            keys = {"access_key": named["key"], "secret_key": named["secret"], "token": named.get("token")}
-        except KeyError as error:
-            raise AccessDeniedError(f"the credentials have an end but no {error}") from None
+        if not {"key", "secret", "expires_at"} <= options.keys():
+            raise AccessDeniedError("credentials with expires_at must have key and secret (and token), each time")
+        keys = {"access_key": options["key"], "secret_key": options["secret"], "token": options.get("token")}
         return {**keys, "expiry_time": _iso(options["expires_at"])}
 
     async def refresh() -> dict[str, Any]:
-        return metadata(await asyncio.to_thread(resolve_credentials, credentials, "s3"))
+        logger.info("renewing credentials before they expire")
+        return metadata(_named(await asyncio.to_thread(resolve_credentials, credentials, "s3")))
 
-    session = AioSession()
-    session._credentials = AioRefreshableCredentials.create_from_metadata(
+    return AioRefreshableCredentials.create_from_metadata(
         metadata(found), refresh, "prefect-ckpt", advisory_timeout=REFRESH_BEFORE, mandatory_timeout=REFRESH_BEFORE // 5
     )
-    return session
 
 
 def _iso(when: Any) -> str:

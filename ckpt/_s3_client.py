@@ -37,6 +37,8 @@ PARALLEL = 4
 TRIES = 6
 """Of one part, before the file is given up (and tried again as a whole outside)."""
 _STEP = 256 * 2**10
+_random = random.Random()
+"""Of our own: a training must draw the same numbers with uploads as without."""
 _BULK = 1000
 _NOT_BY_REQUEST = {"NoSuchUpload", "InvalidPart"}
 """Only the whole file can be tried again after these."""
@@ -47,7 +49,7 @@ logger = logging.getLogger("ckpt")
 class Body(bytearray):
     """What a request sends; `moved` hears of every piece that is handed to the connection."""
 
-    moved: Callable[[int], None] = staticmethod(lambda count: None)
+    moved: Callable[[int], None] = staticmethod(lambda _: None)
 
 
 @payload.payload_type(Body, order=payload.Order.try_first)
@@ -144,35 +146,37 @@ class S3Client:
         """One PutObject, whose bytes the store checks."""
         return await self.call(verb, path, "put_object", Key=path, Body=body, ContentMD5=await _md5(body), **params)
 
-    async def read(self, path: str) -> bytes:
+    async def read(self, path: str, watch: Watch) -> bytes:
         """All bytes of an object."""
         answer = await self.call("read", path, "get_object", Key=path)
-        return bytes(await self._receive("read", path, answer, lambda _: None))
+        return bytes(await self._receive("read", path, answer, watch.moved))
 
-    async def listing(self, prefix: str) -> list[dict[str, Any]]:
+    async def listing(self, prefix: str, watch: Watch) -> list[dict[str, Any]]:
         """What ListObjectsV2 says of every object under a prefix, page after page."""
         found: list[dict[str, Any]] = []
         more: dict[str, Any] = {}
         while True:
-            page = await self.call("list", prefix, "list_objects_v2", Prefix=prefix, **more)
+            page = await self.call("list", prefix, "list_objects_v2", Prefix=prefix, MaxKeys=PAGE, **more)
+            watch.moved(0)
             found += page.get("Contents", ())
             if not page.get("IsTruncated"):
                 return found
             if more == (more := {"ContinuationToken": page.get("NextContinuationToken")}):
                 raise StorageError(f"list {self.where(prefix)}: the store answers with the same page for ever")
 
-    async def delete(self, paths: list[str]) -> None:
+    async def delete(self, paths: list[str], watch: Watch) -> None:
         """Remove objects; all are tried before the first failure is raised."""
         failed: list[BaseException] = []
-        for start in range(0, len(paths), _BULK):
-            some = paths[start : start + _BULK]
+        for start in range(0, len(paths), PAGE):
+            watch.moved(0)
+            some = paths[start : start + PAGE]
             try:
                 failed += await self._delete_bulk(some)
             except (TransientStorageError, BucketNotFoundError) as error:
                 failed.append(error)
             except StorageError as error:
                 logger.info("s3://%s refuses to delete in bulk, so one by one (%s)", self._bucket, error)
-                failed += await self._delete_singly(some)
+                failed += await self._delete_singly(some, watch)
         if failed:
             raise failed[0]
 
@@ -185,15 +189,18 @@ class S3Client:
             if said.get("Code") not in {"NoSuchKey", "NoSuchVersion"}
         ]
 
-    async def _delete_singly(self, paths: list[str]) -> list[BaseException]:
+    async def _delete_singly(self, paths: list[str], watch: Watch) -> list[BaseException]:
         slots = asyncio.Semaphore(16)
 
         async def one(path: str) -> None:
             async with slots:
                 await self.call("delete", path, "delete_object", Key=path)
+                watch.moved(0)
 
         done = await asyncio.gather(*map(one, paths), return_exceptions=True)
-        return [error for error in done if isinstance(error, BaseException) and not isinstance(error, FileNotFoundError)]
+        return [
+            error for error in done if isinstance(error, BaseException) and not isinstance(error, FileNotFoundError)
+        ]
 
     # ----------------------------------------------------------------------------------------------------------- upload
 
@@ -240,7 +247,13 @@ class S3Client:
         slots = asyncio.Semaphore(PARALLEL)
 
         async def send(number: int, body: Body) -> None:
-            params = {"Key": path, "UploadId": upload, "PartNumber": number, "Body": body, "ContentMD5": await _md5(body)}
+            params = {
+                "Key": path,
+                "UploadId": upload,
+                "PartNumber": number,
+                "Body": body,
+                "ContentMD5": await _md5(body),
+            }
             answer = await self._send(body, watch, lambda: self.call("upload", path, "upload_part", **params))
             sent[number] = answer["ETag"]
 
@@ -342,7 +355,7 @@ class S3Client:
             if code_of(error) not in {"NoSuchKey", "404"}:
                 logger.warning("multipart upload %s of %s may be left behind: %s", upload, self.where(path), error)
 
-    async def abort_uploads(self, prefix: str, older_than: float) -> int:
+    async def abort_uploads(self, prefix: str, older_than: float, watch: Watch) -> int:
         """Abort the multipart uploads under a prefix that were begun more than so many seconds ago."""
         count = 0
         more: dict[str, Any] = {}
@@ -351,6 +364,7 @@ class S3Client:
             for found in page.get("Uploads", ()):
                 if (datetime.now(UTC) - found["Initiated"]).total_seconds() >= older_than:
                     await self._abort_now(found["Key"], found["UploadId"])
+                    watch.moved(0)
                     count += 1
             if not page.get("IsTruncated"):
                 return count
@@ -364,6 +378,7 @@ class S3Client:
         async with self._budget.hold(step, watch):
             first = await self._range(path, 0, step, None, watch)
             await in_thread(new.write, first.data)
+            first.data.clear()
         if first.total > step:
             await self._ranges(path, new, watch, first)
         if new.size != first.total:
@@ -474,4 +489,4 @@ async def _pause(attempt: int, error: BaseException) -> None:
 
 
 def _backoff(attempt: int) -> float:
-    return float(random.uniform(0.5, 1.0) * min(10.0, 0.25 * 2**attempt))
+    return float(_random.uniform(0.5, 1.0) * min(10.0, 0.25 * 2**attempt))

@@ -112,7 +112,11 @@ class Watch:
         self.error: BaseException | None = None
 
     def moved(self, count: int) -> None:
-        """`count` bytes moved."""
+        """`count` bytes move.
+
+        Raises:
+            asyncio.CancelledError: the caller's progress raised; not one byte more is to be sent.
+        """
         self._last = time.monotonic()
         if self.error is None:
             try:
@@ -120,6 +124,8 @@ class Watch:
             except BaseException as error:  # noqa: BLE001 - raised by `run` in the caller's thread
                 self.error = error
                 self._cancel()
+        if self.error is not None:
+            raise asyncio.CancelledError
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

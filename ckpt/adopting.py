@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ckpt.attempts import Attempt, Found
 from ckpt.commits import read_commit, read_manifests
+from ckpt.errors import FormatError, NewerFormatError
 from ckpt.history import History, covered
 from ckpt.inflight import Live
 from ckpt.layout import CommitId
@@ -29,7 +31,9 @@ def adopt(publisher: Publisher, live: Live, found: Found, first_seq: int) -> Non
     history = History(objects=live.attempt.objects, refer=publisher.refer, lineage=found.lineage)
     missing = sorted(set(range(first_seq)) - covered(history))
     rows = [_row(publisher, live.attempt, found, manifests, seq) for seq in missing]
-    retained = [record_of(publisher, manifest) for _, manifest in sorted(manifests.items())]
+    committed = {seq: record_of(publisher, manifest) for seq, manifest in manifests.items()}
+    committed |= {row.seq: row for row in rows if row.checkpoint is not None}
+    retained = [record for _, record in sorted(committed.items())]
     for record in retained:
         if record.checkpoint is not None:
             live.locations.add(record.checkpoint.uri)
@@ -51,10 +55,13 @@ def _row(
     if seq in manifests:
         return record_of(publisher, manifests[seq])
     commit = CommitId(seq, found.lineage.owner_of(seq))
-    settled = read_commit(attempt.objects, commit) if commit in found.commits else None
-    if settled is None:
-        lost = Tombstone(seq=seq, attempt=commit.attempt, name="", state=ReportState.LOST.value, reason=_LOST)
-        settled = attempt.give_up(lost)
+    lost = Tombstone(seq=seq, attempt=commit.attempt, name="", state=ReportState.LOST.value, reason=_LOST)
+    try:
+        settled = (read_commit(attempt.objects, commit) if commit in found.commits else None) or attempt.give_up(lost)
+    except NewerFormatError:
+        raise
+    except FormatError as error:
+        settled = replace(lost, reason=f"its commit object cannot be read: {error}")
     if isinstance(settled, Manifest):
         return record_of(publisher, settled)
     return ReportRecord(

@@ -214,7 +214,7 @@ def begin(attempt: Attempt, choose: Choose, *, upkeep: bool = False) -> tuple[St
         origin="" if chosen is None else chosen.origin,
         upkeep=upkeep,
     )
-    with suppress(ObjectExistsError):  # ours, from a try whose answer got lost; or a newcomer's, whom the fence shows
+    with suppress(ObjectExistsError):  # ours, from a try whose answer got lost; or void, and then the fence shows by whom
         attempt.objects.create(start_key(attempt.number), encode({"format": FORMAT, **start.to_json()}))
     attempt.check_fence()
     return start, found
@@ -248,7 +248,19 @@ def _claim_next(objects: Objects, owner: Owner, lease_time: float, wait: Callabl
             if found is None or found.nonce != owner.nonce:
                 continue  # lost the race: look again, and find its winner alive
         _open_here.add(owner.nonce)
+        _close_unstarted(objects, lineage)
         return Attempt(objects=objects, number=number, nonce=owner.nonce)
+
+
+def _close_unstarted(objects: Objects, lineage: Lineage) -> None:
+    """Take the place of the start objects that replaced drivers have not made.
+
+    One that wakes up between its claim and its start would else begin from a listing older than ours, and so supersede
+    commits that we go on from. Create lets one of the two win; if it is theirs, it is there before we look.
+    """
+    for attempt in set(lineage.claimed) - lineage.starts.keys() - lineage.void:
+        with suppress(ObjectExistsError):
+            objects.create(start_key(attempt), encode({"format": FORMAT, "void": True}))
 
 
 def _check_gone(

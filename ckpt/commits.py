@@ -57,6 +57,8 @@ class Lineage:
     starts: Mapping[int, Start] = field(default_factory=dict)
     ended: frozenset[int] = frozenset()
     """Attempts that ended by themselves, or were replaced before they had started."""
+    void: frozenset[int] = frozenset()
+    """Of those, the ones whose start object a newcomer made in their place: they can never start."""
 
     @property
     def last(self) -> int:
@@ -90,11 +92,12 @@ def read_lineage(objects: Objects) -> Lineage:
     found = [parsed for entry in objects.list(ATTEMPTS) if (parsed := parse_attempt(entry.key))]
     starts = [attempt for attempt, kind in found if kind == "start"]
     read = {n: decode_object(objects.read(start_key(n)), join_uri(objects.uri, start_key(n))) for n in starts}
-    void = {attempt for attempt, body in read.items() if body.get("void")}
+    void = frozenset(attempt for attempt, body in read.items() if body.get("void"))
     return Lineage(
         claimed=tuple(sorted(attempt for attempt, kind in found if kind == "claim")),
         starts={n: _start(n, body, join_uri(objects.uri, start_key(n))) for n, body in read.items() if n not in void},
         ended=frozenset(attempt for attempt, kind in found if kind == "end") | void,
+        void=void,
     )
 
 

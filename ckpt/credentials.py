@@ -33,7 +33,9 @@ _SECRET_WORDS = re.compile(
 )
 _PUBLIC_TOKENS = frozenset({"anon", "cloud", "google_default", "cache", "browser"})
 """What gcsfs takes as `token` to say where to look; these are words, not secrets."""
-_URL_SECRET = re.compile(r"\b(sig|signature|x-amz-[a-z-]+|awsaccesskeyid|[a-z_]*token|[a-z_]*key)=[^&\s\"'<>]+", re.IGNORECASE)
+_URL_SECRET = re.compile(
+    r"\b(sig|signature|x-amz-[a-z-]+|awsaccesskeyid|[a-z_]*token|[a-z_]*key)=[^&\s\"'<>]+", re.IGNORECASE
+)
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 
@@ -87,7 +89,9 @@ def resolve_credentials(value: Credentials, protocol: str) -> dict[str, Any]:
         load = _block_loader(value)
         return _called(lambda: load(value, protocol), f"credentials {value!r}")
     if protocol not in {"s3", "s3a"}:
-        raise ConfigError(f"credentials {value!r} is a profile of the AWS config files; {protocol}:// has none: use 'env'")
+        raise ConfigError(
+            f"credentials {value!r} is a profile of the AWS config files; {protocol}:// has none: use 'env'"
+        )
     return {"profile": name}
 
 

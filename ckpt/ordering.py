@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ckpt.config import UploadConfig
-from ckpt.errors import FencedError, StorageError, UploadFailedError
+from ckpt.errors import FencedError, FormatError, StorageError, UploadFailedError
 from ckpt.inflight import Live
 from ckpt.manifest import Manifest, Tombstone
 from ckpt.publishing import FLUSH_INTERVAL, Publisher
@@ -168,6 +168,7 @@ def _silence(reported: Reported, line: ReportLine) -> float | None:
 def _give_up(reported: Reported, line: ReportLine, silent: float) -> ReportRecord:
     report = reported.report
     reason = f"given up after {silent:.0f} s without a sign of life from its upload"
+    line.live.flight(report.seq).abort(reason)
     tombstone = Tombstone(
         seq=report.seq, attempt=reported.attempt, name=report.name, state=ReportState.FAILED.value, reason=reason,
         metrics=report.metrics, created=report.created,
@@ -177,7 +178,9 @@ def _give_up(reported: Reported, line: ReportLine, silent: float) -> ReportRecor
         if not isinstance(won, Manifest):
             return reported.failed(reason)
         line.live.attempt.check_fence()
-    except (StorageError, FencedError) as error:
+    except FencedError as error:
+        return replace(reported.failed(str(error)), state=ReportState.FENCED)
+    except (StorageError, FormatError) as error:
         return reported.failed(f"{reason}; {error}")
     return replace(
         reported.failed(reason), state=ReportState.COMMITTED, reason=None, checkpoint=line.publisher.reference(won),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ckpt.checkpoint import Checkpoint
-from ckpt.commits import Lineage, list_commits, newest, read_commit, read_lineage, read_manifests
+from ckpt.commits import Lineage, list_commits, newest_of_living, read_commit, read_lineage, read_manifests
 from ckpt.credentials import Credentials
 from ckpt.errors import CheckpointNotFoundError, CkptError, ConfigError, FormatError, ObjectNotFoundError
-from ckpt.history import History
+from ckpt.history import History, Refer, reference
 from ckpt.layout import RESULT, RUN, CommitId
 from ckpt.manifest import Manifest, decode_object
 from ckpt.metrics import freeze_metrics
@@ -20,6 +22,10 @@ from ckpt.records import ReportState
 from ckpt.result import Result, Totals
 from ckpt.retention import Candidate, ScoreOrder, rank
 from ckpt.storage import Storage, join_uri, normalize_uri, open_storage
+
+
+_BEST = re.compile(r"best(:(?P<metric>.+):(?P<order>max|min))?")
+_REFERENCE = re.compile(rf"(?P<run>.*)@(?P<which>[^/@]*|{_BEST.pattern})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +65,34 @@ class RunFiles:
 
     def newest(self) -> Manifest | None:
         """The commit a new run would go on from."""
-        return newest(self.storage, self.lineage, self.commits)
+        return self.settled()[1]
+
+    def settled(self) -> tuple[RunFiles, Manifest | None]:
+        """The commit a new run would go on from, and the run as it was when that was the newest.
+
+        Retention may have deleted meanwhile what this listing shows; then the run is looked at again.
+        """
+        found, lineage, commits = newest_of_living(self.storage, self.lineage, self.commits)
+        return replace(self, lineage=lineage, commits=commits), found
+
+    @property
+    def refer(self) -> Refer:
+        """Makes references with this run's credentials."""
+        return partial(reference, self.credentials, self.storage_options)
+
+    @property
+    def history(self) -> History:
+        """Every report, lazily."""
+        return History(objects=self.storage, refer=self.refer, lineage=self.lineage)
 
     def manifests(self) -> list[Manifest]:
         """The committed checkpoints, in seq order."""
         return list(read_manifests(self.storage, self.counting))
 
-    def refer(self, uri: str) -> Checkpoint:
-        """A reference with this run's credentials."""
-        return Checkpoint(uri, self.credentials, storage_options=self.storage_options)
-
     def checkpoint(self, manifest: Manifest) -> Checkpoint:
         """The reference of a commit, knowing its manifest."""
-        return Checkpoint(
-            manifest.location if manifest.external else join_uri(self.uri, manifest.location),
-            self.credentials,
-            storage_options=self.storage_options,
-            commit_uri=join_uri(self.uri, manifest.id.key),
-        ).with_manifest(manifest)
+        uri = manifest.location if manifest.external else join_uri(self.uri, manifest.location)
+        return self.refer(uri, join_uri(self.uri, manifest.id.key)).with_manifest(manifest)
 
     def best(self, manifests: list[Manifest], attribute: str | None = None, order: ScoreOrder | None = None) -> Manifest:
         """The best by a metric, the run's own by default, evaluations included.
@@ -152,14 +168,13 @@ def read_result(
 ) -> Result:
     """`Result.from_path`."""
     files = open_run_files(uri, credentials, storage_options=storage_options)
-    ended = _result_object(files)
-    history = History(objects=files.storage, refer=files.refer, lineage=files.lineage)
-    notes = Notes(files.storage)
+    files, latest = files.settled()
+    ended, history, notes = _result_object(files), files.history, Notes(files.storage)
     notes.refresh()
     manifests = files.manifests()
-    latest = files.newest()
     retained = [(files.checkpoint(item), notes.metrics(item.id, item.metrics)) for item in manifests]
     totals = Totals.from_json(ended["totals"]) if "totals" in ended else Totals.of(history)
+    totals = replace(totals, retained_bytes=sum(item.nbytes for item in manifests))
     error = ended.get("error")
     return Result(
         run=files.name, path=files.uri, checkpoint=None if latest is None else files.checkpoint(latest),
@@ -185,20 +200,20 @@ def resolve(
 
 
 def split_reference(ref: str) -> tuple[str, str]:
-    """(run, what is meant) of a reference; an `@` inside a folder name is no separator."""
-    run, at, which = ref.rpartition("@")
-    return (run, which) if at and "/" not in which else (ref, "latest")
+    """(run, what is meant) of a reference; an `@` inside a folder name is no separator, a `/` inside a metric is none."""
+    match = _REFERENCE.fullmatch(ref)
+    return (match["run"], match["which"]) if match else (ref, "latest")
 
 
 def pick(files: RunFiles, which: str, ref: str) -> Manifest:
     """The commit that the part of a reference behind `@` names; `ref` is for messages; raises as `resolve` does."""
-    kind, *rest = which.split(":")
+    best = _BEST.fullmatch(which)
     if which == "latest":
-        found = files.newest()
+        files, found = files.settled()
     elif which.isdecimal():
         found = _by_seq(files, int(which))
-    elif kind == "best" and len(rest) in (0, 2) and (not rest or rest[1] in ("max", "min")):
-        return files.best(files.manifests(), *rest)  # type: ignore[arg-type]  # the order was checked above
+    elif best is not None:
+        return files.best(files.manifests(), best["metric"], best["order"])  # type: ignore[arg-type]  # the pattern's
     else:
         raise ConfigError(
             f"reference {ref!r}: {which!r} after '@' must be 'latest', a seq like '12', 'best', or 'best:<metric>:<max|min>'"
@@ -281,12 +296,12 @@ def _available(files: RunFiles) -> str:
 
 
 def _result_object(files: RunFiles) -> dict[str, Any]:
-    """The body of result.json, if the newest attempt wrote it and it can be read; it is only ever a shortcut."""
+    """The body of result.json, if the newest driver wrote it and it can be read; it is only ever a shortcut."""
     try:
         body = decode_object(files.storage.read(RESULT), join_uri(files.uri, RESULT))
     except (ObjectNotFoundError, FormatError):
         return {}
-    return body if body.get("attempt") == files.lineage.last else {}
+    return body if body.get("attempt") == files.lineage.last_driver else {}
 
 
 def _latest_metrics(latest: Manifest | None, notes: Notes, history: History) -> dict[str, Any]:
@@ -296,10 +311,8 @@ def _latest_metrics(latest: Manifest | None, notes: Notes, history: History) -> 
 
 
 def _summary(files: RunFiles) -> RunSummary:
-    manifests = files.manifests()
-    ended = _result_object(files)
-    history = History(objects=files.storage, refer=files.refer, lineage=files.lineage)
-    state = str(ended.get("state", "")) if files.lineage.last in files.lineage.ended else "running or killed"
+    manifests, ended, history = files.manifests(), _result_object(files), files.history
+    state = str(ended.get("state", "")) if files.lineage.last_driver in files.lineage.ended else "running or killed"
     return RunSummary(
         name=files.name, uri=files.uri, reports=len(history), checkpoints=len(manifests),
         nbytes=sum(manifest.nbytes for manifest in manifests),

@@ -373,7 +373,7 @@ class Run:
         self._live.flights.pop(report.seq, None)
         reason = redact(str(error) if isinstance(error, DeadlineError) else f"{type(error).__name__}: {error}")
         if report.source is not None and report.source.staged and self._live.staging is not None:
-            reason += f" (its files are kept at {self._live.staging.keep(report.source)})"
+            reason += f" (its files are kept at {self._live.staging.keep(report.source, report.seq)})"
         reported = self._unuploaded(report, ReportState.FAILED, reason)
         reported.settle()
         return reported

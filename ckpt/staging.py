@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from glob import escape
+from operator import attrgetter
 from pathlib import Path
 
 from ckpt.errors import ConfigError, SourceChangedError, StorageFullError
-from ckpt.storage import check_key
+from ckpt.storage import RESERVED, check_key
 
 _OWNER = re.compile(r"(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}")
 _TRY_ELSEWHERE = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EMLINK, errno.ENOTSUP, errno.EROFS}
@@ -95,7 +97,8 @@ class Source:
 def scan(root: Path) -> Source:
     """List a directory: files, empty folders, modes, sizes; symbolic links that stay inside are followed.
 
-    What vanishes meanwhile is left out: an async writer may be at work, renaming its temporary files.
+    What vanishes meanwhile is left out: an async writer may be at work, renaming its temporary files. So are, as in every
+    listing, files in flight of a storage of ours that is rooted here.
 
     Raises:
         ConfigError: it is missing, not a directory, or holds what cannot be stored (a link that is broken, escapes or
@@ -116,7 +119,7 @@ def _walk(
 ) -> None:
     try:
         with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+            entries = sorted((entry for entry in found if not entry.name.startswith(RESERVED)), key=attrgetter("name"))
     except FileNotFoundError:
         return
     if not entries and prefix:
@@ -205,17 +208,20 @@ class Staging:
                 return _mkdir(base / f"dir-{uuid.uuid4().hex[:12]}")
         raise StorageFullError(f"no staging folder can be written: tried {', '.join(map(str, self._candidates))}")
 
-    def keep(self, source: Source, suffix: str = "") -> Path:
-        """Move a staged copy to where no sweep takes it; of those with one `suffix` only the newest of the run stays.
+    def keep(self, source: Source, seq: int, kind: str = "") -> Path:
+        """Move the staged copy of report `seq` to where no sweep takes it, in place of earlier reports' of the same kind.
 
         Returns:
             Where the files are.
         """
         if not source.staged:
             return source.root
-        kept = source.root.parent.parent / f"kept-{self._label}{suffix}"
+        top, name = source.root.parent.parent, f"kept-{self._label}{kind}-"
+        kept = top / f"{name}{seq:06d}"
         with self._keeping:
-            shutil.rmtree(kept, ignore_errors=True)
+            for other in top.glob(f"{escape(name)}*"):
+                if other.name <= kept.name:
+                    shutil.rmtree(other, ignore_errors=True)
             source.root.rename(kept)
         return kept
 

@@ -248,7 +248,9 @@ def check_key(key: str) -> str:
     """
     check_relative(key, "key")
     if any(part.startswith(RESERVED) for part in key.split("/")):
-        raise ConfigError(f"key {key!r} uses a name that starts with {RESERVED!r}; such names are kept for files in flight")
+        raise ConfigError(
+            f"key {key!r} uses a name that starts with {RESERVED!r}; such names are kept for files in flight"
+        )
     try:
         key.encode()
     except UnicodeEncodeError:

@@ -39,7 +39,21 @@ ODD_NAMES = (
     "..dots", "trailing.", "-dash", "emoji-\N{ROCKET}", "\u00fcml\u00e4ut", "\u65e5\u672c\u8a9e",
 )  # fmt: skip
 """Names of files that people really have."""
-BAD_KEYS = ("", "/a", "a/", "a//b", "./a", "a/../b", "..", "a\0b", "a\nb", "x" * 2000, ".ckpt-tmp/a", "a/.ckpt-tmp-1", "a\udc80")
+BAD_KEYS = (
+    "",
+    "/a",
+    "a/",
+    "a//b",
+    "./a",
+    "a/../b",
+    "..",
+    "a\0b",
+    "a\nb",
+    "x" * 2000,
+    ".ckpt-tmp/a",
+    "a/.ckpt-tmp-1",
+    "a\udc80",
+)
 """Keys that no storage takes."""
 
 
@@ -161,7 +175,10 @@ class StorageContract:
     def test_a_prefix_is_a_string(self, storage: Storage) -> None:
         for key in ("run/a", "run-2/a", "run/ab/c", "ru", "x/run/a"):
             storage.write(key, b"")
-        found = {prefix: [entry.key for entry in storage.list(prefix)] for prefix in ("run", "run/", "run/a", "run/ab/", "no", "run/no/")}
+        found = {
+            prefix: [entry.key for entry in storage.list(prefix)]
+            for prefix in ("run", "run/", "run/a", "run/ab/", "no", "run/no/")
+        }
         assert found == {
             "run": ["run-2/a", "run/a", "run/ab/c"],
             "run/": ["run/a", "run/ab/c"],
@@ -224,28 +241,30 @@ class StorageContract:
         assert {form: storage.read(name) for form, name in names.items()} == {"NFC": b"NFC", "NFD": b"NFD"}
         assert {entry.key for entry in storage.list()} == set(names.values())
 
-    @pytest.mark.parametrize("key", BAD_KEYS, ids=ascii)
-    def test_a_bad_key_is_refused_by_every_verb(self, storage: Storage, raw: Raw, tmp_path: Path, key: str) -> None:
+    def test_a_bad_key_is_refused_by_every_verb(self, storage: Storage, raw: Raw, tmp_path: Path) -> None:
         source = _file(tmp_path / "source", b"x")
         target = tmp_path / "target"
-        verbs: list[Callable[[], object]] = [
-            lambda: storage.create(key, b""),
-            lambda: storage.write(key, b""),
-            lambda: storage.read(key),
-            lambda: storage.delete([key]),
-            lambda: storage.upload(source, key, progress=_ignore),
-            lambda: storage.download(key, target, progress=_ignore),
-        ]
-        for verb in verbs:
-            with pytest.raises(ConfigError):
-                verb()
+        verbs: dict[str, Callable[[str], object]] = {
+            "create": lambda key: storage.create(key, b""),
+            "write": lambda key: storage.write(key, b""),
+            "read": storage.read,
+            "delete": lambda key: storage.delete([key]),
+            "upload": lambda key: storage.upload(source, key, progress=_ignore),
+            "download": lambda key: storage.download(key, target, progress=_ignore),
+        }
+        for key in BAD_KEYS:
+            for verb in verbs.values():
+                with pytest.raises(ConfigError):
+                    verb(key)
         assert raw.keys() == set()
         assert not target.exists()
 
     # ------------------------------------------------------------------------------------------------------------ files
 
     @pytest.mark.parametrize("kind", ["empty", "small", "large"])
-    def test_a_file_goes_up_and_comes_down_as_it_is(self, storage: Storage, raw: Raw, tmp_path: Path, kind: str) -> None:
+    def test_a_file_goes_up_and_comes_down_as_it_is(
+        self, storage: Storage, raw: Raw, tmp_path: Path, kind: str
+    ) -> None:
         data = self._data(kind)
         source = _file(tmp_path / "source", data)
         up, down = _Sum(), _Sum()
@@ -294,7 +313,12 @@ class StorageContract:
     def test_what_progress_raises_is_not_taken_for_the_stores_error(self, storage: Storage, tmp_path: Path) -> None:
         source = _file(tmp_path / "source", b"x" * 1000)
         storage.write("there", b"x" * 1000)
-        for error in (TransientStorageError("mine"), TimeoutError("mine"), PermissionError("mine"), KeyboardInterrupt()):
+        for error in (
+            TransientStorageError("mine"),
+            TimeoutError("mine"),
+            PermissionError("mine"),
+            KeyboardInterrupt(),
+        ):
             with pytest.raises(type(error)) as up:
                 storage.upload(source, "file", progress=_raise(error))
             with pytest.raises(type(error)) as down:
@@ -306,26 +330,16 @@ class StorageContract:
             storage.upload(tmp_path / "source", "file", progress=_ignore)
         assert raw.keys() == set()
 
-    @pytest.mark.parametrize("kind", ["small", "large"])
-    def test_a_source_that_shrinks_is_a_changed_source(
-        self, storage: Storage, raw: Raw, tmp_path: Path, kind: str
-    ) -> None:
-        source = _file(tmp_path / "source", self._data(kind))
-        size = source.stat().st_size
-
-        def shrink(count: int) -> None:
-            os.truncate(source, size // 2)
-
-        if kind == "small":
-            pytest.skip("a small file has been read before its first byte moves")
+    def test_a_source_that_shrinks_is_a_changed_source(self, storage: Storage, raw: Raw, tmp_path: Path) -> None:
+        source = _file(tmp_path / "source", self._data("large"))
         with pytest.raises(SourceChangedError, match="source"):
-            storage.upload(source, "file", progress=shrink)
+            storage.upload(source, "file", progress=lambda _: os.truncate(source, self.large // 2))
         assert raw.keys() == set()
 
     def test_downloading_what_is_not_there_leaves_no_file(self, storage: Storage, tmp_path: Path) -> None:
         with pytest.raises(ObjectNotFoundError, match="not/there"):
-            storage.download("not/there", tmp_path / "target", progress=_ignore)
-        assert _names(tmp_path) == []
+            storage.download("not/there", tmp_path / "new/target", progress=_ignore)
+        assert not (tmp_path / "new").exists() or _names(tmp_path / "new") == []
 
     @pytest.mark.parametrize("kind", ["small", "large"])
     def test_a_download_that_progress_stops_leaves_the_old_file(
@@ -333,11 +347,13 @@ class StorageContract:
     ) -> None:
         data = self._data(kind)
         raw.put("file", data)
-        target = _file(tmp_path / "target", b"old")
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        target = _file(folder / "target", b"old")
         with pytest.raises(_StopError):
             storage.download("file", target, progress=_stop_at(len(data) // 2))
         assert target.read_bytes() == b"old"
-        assert _names(tmp_path) == ["target"]
+        assert _names(folder) == ["target"]
 
     def test_downloading_replaces(self, storage: Storage, raw: Raw, tmp_path: Path) -> None:
         raw.put("file", b"new")

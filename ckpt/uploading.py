@@ -146,7 +146,7 @@ class _Target:
     def reference(self, uri: str, manifest: Manifest) -> Checkpoint:
         raise NotImplementedError
 
-    def keep(self, source: Source, suffix: str) -> Path:
+    def keep(self, source: Source, seq: int, kind: str) -> Path:  # noqa: ARG002 - the run's has a place for them
         return source.root
 
 
@@ -183,8 +183,8 @@ class _InRun(_Target):
             commit_uri=join_uri(self.storage.uri, manifest.id.key),
         ).with_manifest(manifest)
 
-    def keep(self, source: Source, suffix: str) -> Path:
-        return source.root if self._live.staging is None else self._live.staging.keep(source, suffix)
+    def keep(self, source: Source, seq: int, kind: str) -> Path:
+        return source.root if self._live.staging is None else self._live.staging.keep(source, seq, kind)
 
 
 class _Standalone(_Target):
@@ -388,7 +388,7 @@ class _Upload:
 
     def _fenced(self, error: FencedError) -> ReportRecord:
         """Nothing of this driver counts any more; what it has locally may be all there is of it, so it stays."""
-        where = self._whereabouts(f"-{self.report.seq}")
+        where = self._whereabouts(f".fenced-{self.report.seq}")
         self.flight.enter("fenced", ReportState.FENCED)
         return self._record(ReportState.FENCED, reason=f"{error}{where}")
 
@@ -409,13 +409,13 @@ class _Upload:
         self.flight.enter("failed", ReportState.FAILED)
         raise UploadFailedError(self._record(ReportState.FAILED, reason=reason + self._whereabouts())) from error
 
-    def _whereabouts(self, suffix: str = "") -> str:
+    def _whereabouts(self, kind: str = "") -> str:
         """Keep the local files and say where they are."""
         source = self.report.source
         if source is None:
             return ""
         try:
-            where = self.target.keep(source, suffix)
+            where = self.target.keep(source, self.report.seq, kind)
         except OSError as error:
             return f" (its files are at {source.root}; they could not be moved: {error})"
         return f" (its files are kept at {where})"

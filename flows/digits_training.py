@@ -61,10 +61,10 @@ def make_model() -> nn.Module:
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Train and test sets: images as float (N, 1, 8, 8) in 0..1, labels as int (N,)."""
-    digits = load_digits()
+    digits: Any = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
-    parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    parts: list[Any] = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     return TensorDataset(parts[0], parts[2]), TensorDataset(parts[1], parts[3])
 
 

@@ -6,7 +6,6 @@ Without a Prefect server it brings its own for as long as it runs. The same comm
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from rich.console import Console
 from ckpt import Result
 from ckpt.errors import CheckpointsLostError, CkptError
 from ckpt_tasks import TrainConfig, embedded_server, run_training
+from ckpt_tasks.form import Retention, Uploads
 from ckpt_tasks.summary import print_result
 
 DIGITS = "digits_training:train"
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train_fn=options.train_fn,
         train_loop_config={"epochs": options.epochs, "seed": options.seed},
         resume=options.resume,
-        upload={"max_concurrent_uploads": options.uploads},
-        retention={"num_to_keep": options.keep, "score_attribute": "accuracy"},
+        upload=Uploads(max_concurrent_uploads=options.uploads),
+        retention=Retention(num_to_keep=options.keep, score_attribute="accuracy"),
     )
     console = Console()
     try:

@@ -1,4 +1,4 @@
-"""Prefect tasks over `ckpt`. This folder, `tasks/`, is installed as `ckpt_tasks`: `tasks` is a name of your own project.
+"""Prefect tasks over `ckpt`. This folder is installed as `ckpt_tasks`: `tasks` is a name of your own project.
 
 Each name is imported when it is first looked up: the `ckpt` command and the credentials entry point live here too, and
 start without Prefect.

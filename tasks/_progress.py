@@ -22,8 +22,8 @@ class _CancelledError(Exception):
 def transfer(what: str, total: int) -> Iterator[Progress]:
     """A progress callback for transfers of `total` bytes.
 
-    It draws on stderr, and only where that is a terminal. SIGINT and SIGTERM raise in the main thread as always, and make
-    the callback raise too: else leaving the block would wait for every file that is under way.
+    It draws on stderr, and only where that is a terminal. SIGINT and SIGTERM raise in the main thread, and make the
+    callback raise too: else leaving the block would wait for every file that is under way.
     """
     stopped = threading.Event()
     with _stopping(stopped), _drawn(what, total) as draw:

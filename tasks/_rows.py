@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from itertools import islice
 from typing import Any
@@ -12,7 +12,6 @@ from ckpt import Checkpoint, ReportRecord, Totals
 from ckpt.attempts import owner_details
 from ckpt.commits import read_commit
 from ckpt.errors import CheckpointNotFoundError, FormatError, ObjectNotFoundError
-from ckpt.history import History
 from ckpt.layout import MANIFEST_SUFFIX, RESULT, CommitId, end_key
 from ckpt.manifest import Manifest, decode_object
 from ckpt.metrics import Metrics
@@ -179,27 +178,29 @@ def subjects(target: str, access: Access) -> Iterator[Subject]:
 
 def checkpoint_rows(files: RunFiles) -> list[CheckpointRow]:
     """The committed checkpoints of a run, in seq order."""
-    manifests, notes, latest = files.manifests(), _notes(files.storage), files.newest()
+    files, latest = files.settled()
+    manifests, notes = files.manifests(), _notes(files.storage)
     best = _best(files, manifests)
-    return [
-        CheckpointRow(
+
+    def row(item: Manifest) -> CheckpointRow:
+        return CheckpointRow(
             seq=item.seq, attempt=item.attempt, name=item.name, uri=files.checkpoint(item).uri,
-            metrics=notes.metrics(item.id, item.metrics), nbytes=item.nbytes, nfiles=len(item.files), created=item.created,
-            latest=latest is not None and item.id == latest.id, best=item.id == best, pinned=notes.pinned(item.id),
+            metrics=notes.metrics(item.id, item.metrics), nbytes=item.nbytes, nfiles=len(item.files),
+            created=item.created, latest=latest is not None and item.id == latest.id, best=item.id == best,
+            pinned=notes.pinned(item.id),
         )  # fmt: skip
-        for item in manifests
-    ]
+
+    return [row(item) for item in manifests]
 
 
 def run_view(files: RunFiles, newest_reports: int | None) -> RunView:
-    """A run with its newest reports; None: all of them (a segment of the history is read for each second of reports)."""
-    history = History(objects=files.storage, refer=files.refer, lineage=files.lineage)
+    """A run with its newest reports; None: all of them, which reads every segment of the history."""
+    history, ended = files.history, _ended(files)
     reports = list(islice(reversed(history), newest_reports))[::-1]
     attempts = [_attempt(files, number) for number in files.lineage.claimed]
-    ended = _ended(files, attempts)
     complete = len(reports) == len(history)
     return RunView(
-        run=files.name, uri=files.uri, state=_state(attempts, ended), error=ended.get("error"),
+        run=files.name, uri=files.uri, state=_state(files, ended), error=ended.get("error"),
         created=float(files.info.get("created", 0.0)), score_attribute=files.score_attribute,
         score_order=files.score_order, retention=files.info.get("retention"), checkpoints=checkpoint_rows(files),
         superseded=len(files.commits) - len(files.counting), attempts=attempts, nreports=len(history), reports=reports,
@@ -244,7 +245,7 @@ def _is_committed(checkpoint: Checkpoint) -> bool:
 def _attempt(files: RunFiles, number: int) -> AttemptRow:
     start = files.lineage.starts.get(number)
     origin = None if start is None else start.resumed_from
-    owner = _object(files, lambda: owner_details(files.storage, number))
+    owner = _object(lambda: owner_details(files.storage, number))
     return AttemptRow(
         attempt=number, status=_status(files, number), claimed=owner.get("claimed"), user=str(owner.get("user", "")),
         host=str(owner.get("host", "")), pid=owner.get("pid"), flow_run_id=owner.get("flow_run_id"),
@@ -256,19 +257,18 @@ def _attempt(files: RunFiles, number: int) -> AttemptRow:
 def _status(files: RunFiles, number: int) -> str:
     if number not in files.lineage.ended:
         return "running or killed" if number == files.lineage.last else "replaced"
-    return str(_object(files, lambda: _read(files, end_key(number))).get("status", "ended"))
+    return str(_object(lambda: _read(files, end_key(number))).get("status", "ended"))
 
 
-def _ended(files: RunFiles, attempts: list[AttemptRow]) -> dict[str, Any]:
-    """The body of result.json if the newest attempt that trained wrote it, else nothing."""
-    trained = [row.attempt for row in attempts if row.status in ("ended", "replaced", "running or killed")]
-    body = _object(files, lambda: _read(files, RESULT))
-    return body if trained and body.get("attempt") == trained[-1] else {}
+def _ended(files: RunFiles) -> dict[str, Any]:
+    """The body of result.json if the newest driver wrote it, else nothing."""
+    body = _object(lambda: _read(files, RESULT))
+    return body if body.get("attempt") == files.lineage.last_driver else {}
 
 
-def _state(attempts: list[AttemptRow], ended: Mapping[str, Any]) -> str:
-    if attempts and attempts[-1].status == "running or killed":
-        return attempts[-1].status
+def _state(files: RunFiles, ended: Mapping[str, Any]) -> str:
+    if files.lineage.last_driver not in files.lineage.ended:
+        return "running or killed"
     return str(ended.get("state", "ended"))
 
 
@@ -276,9 +276,9 @@ def _read(files: RunFiles, key: str) -> dict[str, Any]:
     return decode_object(files.storage.read(key), join_uri(files.uri, key))
 
 
-def _object(files: RunFiles, read: Any) -> dict[str, Any]:
+def _object(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """A small object that only informs: where it is gone or damaged, nothing is said."""
     try:
-        return dict(read())
+        return read()
     except (ObjectNotFoundError, FormatError):
         return {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -18,7 +18,7 @@ from ckpt.verifying import Verification
 from ckpt_tasks._rows import AttemptRow, CheckpointRow, Found, RunView
 
 _WIDE = 110
-"""Columns from which a table has room for more metrics."""
+"""Width in characters from which a table has room for more than the most important."""
 _LONGEST = 40
 """Characters of a metric's value that are shown."""
 
@@ -36,7 +36,8 @@ def runs_table(runs: Iterable[RunSummary]) -> Table:
 def checkpoints_table(rows: Sequence[CheckpointRow], score: str | None, width: int) -> Table:
     """The committed checkpoints of a run."""
     metrics = metric_names([row.metrics for row in rows], score, width)
-    table = _table(">seq", "name", *(f">{name}" for name in metrics), ">size", "created", "marks")
+    numbers = [f">{name}" for name in metrics]
+    table = _table(">seq", "name", *numbers, ">size", "created", "marks", wrapped=metrics)
     for row in rows:
         values = flatten(row.metrics)
         cells = [value(values.get(name)) for name in metrics]
@@ -48,13 +49,15 @@ def checkpoints_table(rows: Sequence[CheckpointRow], score: str | None, width: i
 def reports_table(records: Sequence[ReportRecord], retained: set[str], score: str | None, width: int) -> Table:
     """Reports in order; a committed checkpoint that is not retained shows as pruned."""
     metrics = metric_names([record.metrics for record in records], score, width)
-    table = _table(">seq", "name", "state", *(f">{name}" for name in metrics), ">size", ">upload", "reported")
+    more = (">upload", "reported") if width >= _WIDE else ()
+    table = _table(">seq", "name", "state", *(f">{name}" for name in metrics), ">size", *more, wrapped=metrics)
     for record in records:
         values = flatten(record.metrics)
         cells = [value(values.get(name)) for name in metrics]
-        moved = (size(record.nbytes), f"{record.timings.upload:.2f} s") if record.checkpoint else ("", "")
+        amount, seconds = (size(record.nbytes), f"{record.timings.upload:.2f} s") if record.checkpoint else ("", "")
         state = "pruned" if record.checkpoint and record.checkpoint.uri not in retained else record.state.value
-        table.add_row(str(record.seq), visible(record.name), state, *cells, *moved, moment(record.created))
+        last = (seconds, moment(record.created)) if more else ()
+        table.add_row(str(record.seq), visible(record.name), state, *cells, amount, *last)
     return table
 
 
@@ -129,7 +132,8 @@ def verification_lines(ref: str, found: Verification) -> list[str]:
     notes = [f"{found.files} files, {size(found.nbytes)}"]
     notes += [f"{found.unchecked} compared by size only"] if found.unchecked else []
     notes += [f"{len(found.unlisted)} files there that are in no manifest"] if found.unlisted else []
-    return [visible(line) for line in (f"{verdict:8}{ref}  {'; '.join(notes)}", *(f"  {item}" for item in found.problems))]
+    lines = [f"{verdict:8}{ref}  {'; '.join(notes)}", *(f"  {problem}" for problem in found.problems)]
+    return [visible(line) for line in lines]
 
 
 def metric_names(rows: Iterable[Mapping[str, Any]], score: str | None, width: int) -> list[str]:
@@ -174,13 +178,14 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _table(*headings: str) -> Table:
-    """Headings that begin with `>` are of numbers; they never wrap, words do."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+def _table(*headings: str, wrapped: Collection[str] = ()) -> Table:
+    """Headings that begin with `>` are of numbers; those do not wrap, unless they are among `wrapped`."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
         number = heading.startswith(">")
-        title = visible(heading.removeprefix(">"))
-        table.add_column(title, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        title = heading.removeprefix(">")
+        fixed = number and title not in wrapped
+        table.add_column(visible(title), justify="right" if number else "left", no_wrap=fixed, overflow="fold")
     return table
 
 

@@ -124,26 +124,34 @@ class _Seen:
 
 
 def _headline(result: Result, seen: _Seen) -> str:
-    rows = []
+    """A small table: where the run is, and what matters of it."""
+    totals = result.totals
+    rows = [("run", _code(result.path)), ("---", "---")]
     if result.error is not None:
         rows.append(("ended by", _text(f"{type(result.error).__name__}: {result.error}")))
     if seen.best_uri is not None:
-        score = result.score_attribute or ""
-        value = {checkpoint.uri: lookup(metrics, score) for checkpoint, metrics in result.best_checkpoints}[
-            seen.best_uri
-        ]
-        said = f"{result.score_order} of {_text(score)}, {_number(value)}"
-        rows.append(("best", f"{_report(seen.best)}{said}, {_code(seen.best_uri)}"))
+        rows.append(("**best**", _best(result, seen)))
     if result.checkpoint is not None:
-        rows.append(("latest", f"{_report(seen.latest)}{_metrics(result.metrics)}{_code(result.checkpoint.uri)}"))
-    totals = result.totals
+        where = _code(_within(result, result.checkpoint.uri))
+        rows.append(("**latest**", f"{_report(seen.latest)}{_metrics(result.metrics)}{where}"))
     rows += [
-        ("retained", f"{len(result.best_checkpoints)} checkpoints, {_size(totals.retained_bytes)}"),
-        ("training stalled", _share(totals.stall, totals.wall)),
-        ("reports", _counts(totals)),
-        ("run", _code(result.path)),
+        ("**retained**", f"{len(result.best_checkpoints)} checkpoints, {_size(totals.retained_bytes)}"),
+        ("**stalled**", _share(totals.stall, totals.wall)),
+        ("**reports**", _counts(totals)),
     ]
-    return "\n".join(["| | |", "|---|---|", *(f"| **{name}** | {value} |" for name, value in rows)])
+    return "\n".join(map(_line, rows))
+
+
+def _best(result: Result, seen: _Seen) -> str:
+    uri, score = seen.best_uri or "", result.score_attribute or ""
+    scores = {checkpoint.uri: lookup(metrics, score) for checkpoint, metrics in result.best_checkpoints}
+    told = f"{result.score_order} of {_text(score)} = {_number(scores.get(uri))}"
+    return f"{_report(seen.best)}{told}, {_code(_within(result, uri))}"
+
+
+def _within(result: Result, uri: str) -> str:
+    """A checkpoint's place relative to the run; the whole URI of one that lies elsewhere."""
+    return uri.removeprefix(f"{result.path.rstrip('/')}/")
 
 
 def _report(record: ReportRecord | None) -> str:
@@ -195,7 +203,8 @@ def _row(record: ReportRecord, metrics: Sequence[str], seen: _Seen) -> list[str]
     files = str(record.nfiles) if uri is not None else ""
     size = _size(record.nbytes) if uri is not None else ""
     timings = record.timings
-    return [number, state, *values, size, files, _seconds(timings.upload), _seconds(timings.stall), _text(record.name)]
+    cells = [number, state, *values, size, files, _seconds(timings.upload), _seconds(timings.stall), _text(record.name)]
+    return [cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells]
 
 
 def _failures(seen: _Seen, totals: Totals) -> str:
@@ -208,7 +217,7 @@ def _failures(seen: _Seen, totals: Totals) -> str:
     for record in reversed(seen.lost):
         reason = _text(record.reason or "no reason was recorded")
         lines.append(_line([str(record.seq), _state(record), _when(record.created), _text(record.name), reason]))
-    return f"## Not kept{note}\n\n" + "\n".join(lines)
+    return f"## Failed, skipped or lost{note}\n\n" + "\n".join(lines)
 
 
 def _totals(totals: Totals) -> str:

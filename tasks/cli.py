@@ -8,31 +8,19 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
-from rich.console import Console
+from cyclopts import App, Parameter
 
 from ckpt import Checkpoint, KeepAny, KeepBest, KeepLast, RetentionPolicy, RunSummary, list_runs
-from ckpt.errors import (
-    BucketNotFoundError,
-    CheckpointNotFoundError,
-    CkptError,
-    ConfigError,
-    CorruptCheckpointError,
-    FencedError,
-    ObjectNotFoundError,
-    RunBusyError,
-)
+from ckpt.collecting import collect
+from ckpt.errors import CheckpointNotFoundError, ConfigError
 from ckpt.gathering import prune as prune_run
 from ckpt.reading import pin as pin_checkpoint
 from ckpt.storage import normalize_uri
@@ -40,11 +28,13 @@ from ckpt.verifying import Verification
 from ckpt.verifying import verify as verify_files
 from ckpt_tasks import _rows, _tables
 from ckpt_tasks._progress import transfer
+from ckpt_tasks._terminal import failed, log_lines, out
 
-HELP = """Checkpoints of training runs: list, inspect, verify, restore, prune.
+HELP = """Checkpoints of training runs: list, inspect, verify, restore, clean up.
 
-RUN is `<storage_path>/<name>`; REF is a run with `@latest`, `@12` (a seq), `@best` or `@best:<metric>:<min|max>`, or the
-place of a checkpoint itself. A storage path is a folder, `s3://bucket/prefix`, or any fsspec URI.
+RUN is `<storage_path>/<name>`; REF is a run with `@latest`, `@12` (a seq), `@best` or
+`@best:<metric>:<min|max>`, or the place of a checkpoint itself. A storage path is a folder, `s3://bucket/prefix`,
+or any fsspec URI.
 
 With `--json` stdout is one JSON document, and empty on an error; numbers that JSON does not have are the strings "NaN",
 "Infinity" and "-Infinity"; times are Unix seconds. Errors are one line on stderr; `--debug` or `CKPT_DEBUG=1` adds the
@@ -56,22 +46,6 @@ Exit codes: 0 ok; 1 a check failed (a file is missing or differs); 2 wrong usage
 
 NEWEST = 50
 """Reports that `show` lists without `--all`."""
-_BUG, _INTERRUPTED, _BROKEN_PIPE = 70, 130, 141
-_EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (CycloptsError, 2),
-    (ConfigError, 2),
-    (CheckpointNotFoundError, 3),
-    (BucketNotFoundError, 3),
-    (ObjectNotFoundError, 3),
-    (CorruptCheckpointError, 1),
-    (RunBusyError, 5),
-    (FencedError, 5),
-    (KeyboardInterrupt, _INTERRUPTED),
-    (BrokenPipeError, _BROKEN_PIPE),
-    (CkptError, 4),
-    (OSError, 4),
-)
-"""The first that fits."""
 
 
 def _version() -> str:
@@ -125,6 +99,7 @@ def ls(storage_path: str = "./runs", *, common: Common = _COMMON) -> None:
 
     Args:
         storage_path: where runs are kept; or a run itself.
+        common: what every command takes.
     """
     files = _rows.is_run(storage_path, common.access)
     if files is None:
@@ -150,11 +125,13 @@ def show(
     Args:
         target: RUN or REF.
         all_reports: every report of the run, not only the newest 50.
+        common: what every command takes.
     """
     files = _rows.is_run(target, common.access)
     if files is None:
         found = _rows.find(target, common.access)
-        common.show(found.to_json(), _tables.checkpoint_facts(found), "", _tables.files_table(found.checkpoint.manifest.files))
+        files_table = _tables.files_table(found.checkpoint.manifest.files)
+        common.show(found.to_json(), _tables.checkpoint_facts(found), "", files_table)
         return
     view = _rows.run_view(files, None if all_reports else NEWEST)
     common.show(view.to_json(), *_run_parts(view, out().width))
@@ -167,6 +144,7 @@ def verify(*targets: str, content: bool = True, common: Common = _COMMON) -> int
     Args:
         targets: RUN or REF; a run stands for all its committed checkpoints.
         content: read and compare every byte; --no-content compares presence and sizes only.
+        common: what every command takes.
     """
     if not targets:
         raise ConfigError("verify: name at least one RUN or REF")
@@ -189,6 +167,7 @@ def restore(ref: str, *, to: Path, common: Common = _COMMON) -> None:
     Args:
         ref: REF; a run stands for its latest checkpoint.
         to: the directory to make; it may exist if it is empty.
+        common: what every command takes.
     """
     checkpoint = _rows.find(ref, common.access).checkpoint
     manifest = checkpoint.manifest
@@ -198,7 +177,8 @@ def restore(ref: str, *, to: Path, common: Common = _COMMON) -> None:
         "ref": ref, "uri": checkpoint.uri, "seq": manifest.seq, "directory": str(where), "files": len(manifest.files),
         "nbytes": manifest.nbytes,
     }  # fmt: skip
-    said = f"restored checkpoint {manifest.seq} ({len(manifest.files)} files, {_tables.size(manifest.nbytes)}) to {where}"
+    amount = f"{len(manifest.files)} files, {_tables.size(manifest.nbytes)}"
+    said = f"restored checkpoint {manifest.seq} ({amount}) to {where}"
     common.show(document, _tables.visible(said), *_loading(checkpoint, where))
 
 
@@ -208,6 +188,7 @@ def pin(ref: str, *, common: Common = _COMMON) -> None:
 
     Args:
         ref: REF.
+        common: what every command takes.
     """
     _pin(ref, True, common)
 
@@ -218,6 +199,7 @@ def unpin(ref: str, *, common: Common = _COMMON) -> None:
 
     Args:
         ref: REF.
+        common: what every command takes.
     """
     _pin(ref, False, common)
 
@@ -230,6 +212,7 @@ def prune(run: str, *, keep_last: int | None = None, keep_best: str | None = Non
         run: RUN; refused while a driver of it is alive.
         keep_last: keep the newest N.
         keep_best: keep the best N by a metric, as N:METRIC:min or N:METRIC:max.
+        common: what every command takes.
     """
     policies: list[RetentionPolicy] = [] if keep_last is None else [KeepLast(keep_last)]
     policies += [] if keep_best is None else [_keep_best(keep_best)]
@@ -238,6 +221,22 @@ def prune(run: str, *, keep_last: int | None = None, keep_best: str | None = Non
     deleted = [checkpoint.uri for checkpoint in prune_run(run, KeepAny(tuple(policies)), **common.access)]
     lines = [_tables.visible(f"deleted {uri}") for uri in deleted]
     common.show({"run": normalize_uri(run), "deleted": deleted}, *lines, f"{len(deleted)} checkpoints deleted")
+
+
+@app.command
+def gc(run: str, *, dry_run: _Flag = False, common: Common = _COMMON) -> None:
+    """Remove files that a crash left in a run and that no commit names.
+
+    Args:
+        run: RUN; refused while a driver of it is alive.
+        dry_run: only say what would be removed; may name what a living driver is uploading.
+        common: what every command takes.
+    """
+    found = collect(run, dry_run=dry_run, **common.access)
+    done = "would remove" if dry_run else "removed"
+    lines = [_tables.visible(f"{done} {uri}") for uri in found.locations]
+    total = f"{done} {found.files} files, {_tables.size(found.nbytes)}"
+    common.show({"run": normalize_uri(run), "dry_run": dry_run, **asdict(found)}, *lines, total)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -255,59 +254,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _log_lines():
+        with log_lines():
             command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False, verbose=False)
             code = command(*bound.args, **bound.kwargs)
             sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes a line and an exit code
-        return _failed(error, debug)
-
-
-def out() -> Console:
-    """The console of stdout: text as it is, no colours unless it is a terminal, and lines uncut where it is none."""
-    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 1000
-    return _Console(markup=False, emoji=False, highlight=False, width=width)
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
-def _failed(error: BaseException, debug: bool) -> int:
-    code = next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), _BUG)
-    if code == _BROKEN_PIPE:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of the pipe has seen enough; say nothing at exit
-        return code
-    if debug:
-        traceback.print_exception(error)
-    text = {_INTERRUPTED: "interrupted", _BUG: f"{type(error).__name__}: {error} (a bug; --debug shows where)"}
-    _complain(text.get(code) or str(error) or type(error).__name__)
-    return code
-
-
-def _complain(text: str) -> None:
-    print(f"ckpt: {' '.join(_tables.visible(line) for line in text.splitlines() if line)}", file=sys.stderr)
-
-
-class _Lines(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        _complain(record.getMessage())
-
-
-@contextmanager
-def _log_lines() -> Iterator[None]:
-    """What the library says (objects passed over, retries that wait) as lines on stderr."""
-    logger, handler = logging.getLogger("ckpt"), _Lines()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+        return failed(error, debug=debug)
 
 
 def _option(given: str) -> tuple[str, Any]:
@@ -361,7 +314,8 @@ def _keep_best(given: str) -> KeepBest:
 
 def _pin(ref: str, pinned: bool, common: Common) -> None:
     pin_checkpoint(ref, pinned, **common.access)
-    common.show({"ref": ref, "pinned": pinned}, _tables.visible(f"{ref} is {'pinned' if pinned else 'not pinned any more'}"))
+    said = f"{ref} is {'pinned' if pinned else 'not pinned any more'}"
+    common.show({"ref": ref, "pinned": pinned}, _tables.visible(said))
 
 
 if __name__ == "__main__":

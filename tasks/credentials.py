@@ -28,7 +28,7 @@ def load_block(reference: str, protocol: str) -> dict[str, Any]:
             f"credentials block:{reference}: blocks of type {kind!r} are not known; use one of {', '.join(sorted(_OPTIONS))}"
         )
     try:
-        block = Block.load(reference, _sync=True)  # type: ignore[call-overload]
+        block: Any = Block.load(reference)
     except ValueError as error:
         raise AccessDeniedError(f"credentials block:{reference} cannot be loaded: {error}") from error
     return {key: value for key, value in options(block).items() if value is not None}

@@ -1,10 +1,9 @@
 """A quiet temporary Prefect server, for `python flows/train.py` on a machine where no server is configured.
 
-Prefect starts such a server by itself, but lets its output (stack traces of locked databases and of cancelled services
-included) run into the user's terminal, gives a first start 20 s, drops at the end what is not written yet, and leaves the
-server running when its parent is killed. This one writes to a log file in `PREFECT_HOME`, serves the UI while the run
-lasts, writes all it has received, and ends with its parent. The database is the same: a `prefect server start` later shows
-the runs.
+Prefect starts such a server by itself, but its output (stack traces of locked databases and cancelled services) runs
+into the user's terminal, a first start gets 20 s, what is not written at the end is dropped, and the server outlives a
+parent that is killed. This one writes to a log file in `PREFECT_HOME`, serves the UI while the run lasts, writes all it
+has received, and ends with its parent. The database is the same: a `prefect server start` later shows the runs.
 """
 
 from __future__ import annotations
@@ -31,12 +30,13 @@ from prefect.settings import (
 )
 
 from ckpt_tasks._delivery import deliver
+from ckpt_tasks._logging import quiet_prefect
 
 _LOG_NAME = "temporary-server.log"
 _LOG_BYTES = 4 * 2**20
 """A longer log is started over at the next start."""
 
-_STARTUP_SECONDS = 120.0
+_STARTUP_SECONDS = 180.0
 """A first start creates the database: 8 s of pure CPU on an idle 2-core machine, several times that on a busy one."""
 
 _PATIENCE_SECONDS = 3.0
@@ -72,8 +72,9 @@ _SERVER_ENVIRONMENT = {
 def embedded_server() -> Iterator[str | None]:
     """Have a Prefect API for the block: the configured one, else a temporary server of our own.
 
-    Does nothing where `PREFECT_API_URL` is set (environment or profile) or where Prefect's own temporary server is
-    switched off. The server ends with the block, and within seconds of the parent's death, SIGKILL included.
+    Starts nothing where `PREFECT_API_URL` is set (environment or profile) or where Prefect's own temporary server is
+    switched off. The server ends with the block, and within seconds of the parent's death, SIGKILL included. In all
+    cases Prefect's noise about an API that is away is kept short from here on (`quiet_prefect`).
 
     Yields:
         The API's URL; None where none is configured and a temporary one is switched off.
@@ -81,6 +82,7 @@ def embedded_server() -> Iterator[str | None]:
     Raises:
         RuntimeError: the server did not start; the text has the end of its log.
     """
+    quiet_prefect()
     if PREFECT_API_URL.value() or not PREFECT_SERVER_EPHEMERAL_ENABLED.value():
         yield PREFECT_API_URL.value()
         return
@@ -99,16 +101,17 @@ def embedded_server() -> Iterator[str | None]:
 class _Server:
     """The child process, its address and its log."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, log_start: int) -> None:
         self._process = process
         self._log = log
+        self._log_start = log_start
         self.url = f"http://127.0.0.1:{port}/api"
 
     @classmethod
     def start(cls) -> _Server:
         """Start the child on a free loopback port; returns at once."""
         with socket.create_server(("127.0.0.1", 0)) as listening, _open_log() as log:
-            port = listening.getsockname()[1]
+            port, log_start = listening.getsockname()[1], log.tell()
             script = Path(__file__).with_name("_server.py")
             process = subprocess.Popen(
                 [sys.executable, "-P", str(script), str(listening.fileno()), str(os.getpid())],
@@ -119,7 +122,7 @@ class _Server:
                 env=_environment(f"http://127.0.0.1:{port}/api"),
                 start_new_session=True,  # a Ctrl-C in the terminal is for the run, which still needs its server
             )
-        return cls(process, port, Path(log.name))
+        return cls(process, port, Path(log.name), log_start)
 
     def wait_ready(self) -> None:
         """Return once the API answers."""
@@ -164,7 +167,8 @@ class _Server:
     def _excerpt(self) -> str:
         """The log's name and its last lines, to be appended to an error."""
         with contextlib.suppress(OSError):
-            if lines := self._log.read_text(errors="replace").splitlines()[-20:]:
+            text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
+            if lines := text.splitlines()[-20:]:
                 return "\n".join([f" Its log, {self._log}, ends:", *lines])
         return f" Its log is {self._log}."
 

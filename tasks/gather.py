@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
-from prefect.states import State
+from prefect.client.schemas.objects import State
 from prefect.utilities.annotations import allow_failure
 
 from ckpt import ReportRecord, Result, RetentionPolicy
 from ckpt.gathering import gather_records
 from ckpt.ordering import ReportLine, gather
+
+
+class Annotated(Protocol):
+    """What `allow_failure(...)` gives, for type checkers: Prefect takes it apart before the task begins."""
+
+    def unwrap(self) -> Any:
+        """What is inside."""
 
 
 @task(
@@ -25,7 +32,7 @@ from ckpt.ordering import ReportLine, gather
     retries=0,
 )
 def gather_reports(
-    records: ReportLine | Iterable[ReportRecord | BaseException | PrefectFuture[ReportRecord]],
+    records: ReportLine | Iterable[ReportRecord | BaseException | PrefectFuture[ReportRecord]] | Annotated,
     *,
     retention: RetentionPolicy | None = None,
 ) -> Result:
@@ -41,16 +48,16 @@ def gather_reports(
     """
     if isinstance(records, ReportLine):
         return gather(records)
-    return gather_records([_outcome(item) for item in _unwrapped(records)], retention=retention)
+    return gather_records([_outcome(item) for item in _bare(records)], retention=retention)
 
 
-def _unwrapped(records: Any) -> Iterable[Any]:
-    return records.unwrap() if isinstance(records, allow_failure) else records
+def _bare(value: Any) -> Any:
+    return value.unwrap() if isinstance(value, allow_failure) else value
 
 
 def _outcome(item: Any) -> Any:
     """A record or an exception, whatever of Prefect's is around it."""
-    item = item.unwrap() if isinstance(item, allow_failure) else item
+    item = _bare(item)
     if isinstance(item, PrefectFuture):
         return item.result(raise_on_failure=False)
     if isinstance(item, State):

@@ -16,7 +16,7 @@ _BUCKETS = 240
 """Of the x axis, per panel: a curve keeps its lowest and its highest point in each, so no peak is lost."""
 
 _WIDTH, _HEIGHT = 340, 150
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 24, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 24, 34
 _PLOT_WIDTH = _WIDTH - _LEFT - _RIGHT
 _PLOT_HEIGHT = _HEIGHT - _TOP - _BOTTOM
 _LEGEND = 22
@@ -131,7 +131,7 @@ def _extremes(bucket: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 @dataclass(slots=True)
 class _Marks:
-    """Which reports have a checkpoint and which were not kept, thinned like a curve."""
+    """Which reports have a checkpoint and which failed, thinned like a curve."""
 
     first: int | None = None
     last: int = 0
@@ -249,7 +249,7 @@ def _best(best: int | None, curve: _Curve, axis: _Axis, marks: _Marks) -> str:
 
 
 def _frame(marks: _Marks) -> str:
-    """Below the curve: a green tick per checkpoint, a red one per report not kept, and the first and last seq."""
+    """Below the curve: a green tick per checkpoint, a red one per failed report, and the first and last seq."""
     base = _TOP + _PLOT_HEIGHT
     ends = f'<text x="{_LEFT}" y="{base + 28}">{marks.first}</text>'
     if marks.last != marks.first:
@@ -284,12 +284,15 @@ def _document(panels: Sequence[str]) -> str:
 def _legend(y: int) -> str:
     return (
         f'<path class="c" d="M{_LEFT} {y - 8}v8"/><text x="{_LEFT + 6}" y="{y}">checkpoint</text>'
-        f'<path class="f" d="M{_LEFT + 74} {y - 8}v8"/><text x="{_LEFT + 80}" y="{y}">not kept</text>'
-        f'<path class="b" d="M{_LEFT + 138} {y - 9}l5 5-5 5-5-5z"/><text x="{_LEFT + 148}" y="{y}">best</text>'
+        f'<path class="f" d="M{_LEFT + 74} {y - 8}v8"/><text x="{_LEFT + 80}" y="{y}">failed</text>'
+        f'<path class="b" d="M{_LEFT + 124} {y - 9}l5 5-5 5-5-5z"/><text x="{_LEFT + 134}" y="{y}">best</text>'
     )
 
 
 def _number(value: float) -> str:
+    """Seven characters at most but for the sign, so that it fits beside the axis."""
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value:.4g}"
 
 

@@ -57,7 +57,8 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
     def submit(report: Report) -> PrefectFuture[ReportRecord]:
         return uploads.submit(upload_checkpoint, {"checkpoint": report, "destination": opened[0].destination})
 
-    with stop_signals() as stopping, run_logging(), uploads, ThreadPoolTaskRunner(max_workers=1) as ordering:
+    ordering: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
+    with stop_signals() as stopping, run_logging(), uploads, ordering:
         view = RunView(config.name)
         try:
             with open_run(config, submit, gather=_gather_on(ordering), owner=owner, observers=[view.publish]) as run:
@@ -70,7 +71,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         stopping.pass_on()
 
 
-def _gather_on(runner: ThreadPoolTaskRunner) -> Callable[[ReportLine], PrefectFuture[Result]]:
+def _gather_on(runner: ThreadPoolTaskRunner[Any]) -> Callable[[ReportLine], PrefectFuture[Result]]:
     def gather(line: ReportLine) -> PrefectFuture[Result]:
         return runner.submit(gather_reports, {"records": line, "retention": None})
 

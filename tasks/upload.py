@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -27,7 +27,7 @@ def _run_name(parameters: dict[str, Any]) -> str:
 @task(
     name="upload-checkpoint",
     description="Upload one checkpoint, verify what arrived, and commit it; all or nothing.",
-    task_run_name=_run_name,  # type: ignore[arg-type]  # Prefect calls it with the parameters where it takes them
+    task_run_name=cast("Any", _run_name),  # Prefect gives it the parameters if it takes one; its annotation lags behind
     cache_policy=NO_CACHE,
     persist_result=False,
     retries=0,
@@ -79,13 +79,19 @@ def upload_checkpoint(
     )
 
 
-def _in_run(report: Report, destination: Destination) -> Any:
-    """States instead of exceptions: a failed upload is a row of the history, and no stack trace in the trainer's log."""
+def _in_run(report: Report, destination: Destination) -> ReportRecord:
+    """States instead of exceptions: a failed upload is a row of the history, and no stack trace in the trainer's log.
+
+    Prefect takes a state that a task returns for the task run's own; `result()` of its future is the state's data.
+    """
     config = destination.upload_config
     try:
         record = upload(report, destination, limit=cross_run_limit(config.concurrency_limit, config.limit_timeout))
     except UploadFailedError as error:
-        return Failed(name=error.record.state.value.title(), message=str(error.record.reason), data=error)
+        return cast(
+            "ReportRecord",
+            Failed(name=error.record.state.value.title(), message=str(error.record.reason), data=error),
+        )
     if record.state is ReportState.SKIPPED:
-        return Completed(name="Skipped", message=str(record.reason), data=record)
+        return cast("ReportRecord", Completed(name="Skipped", message=str(record.reason), data=record))
     return record

@@ -14,6 +14,8 @@ import pytest
 
 from ckpt import opening
 
+pytest_plugins = ["servers"]
+
 LASTING = ("ckpt-io", "ckpt-upload-fn-")
 """Threads that may outlive a test: the process's one event loop, and abandoned custom functions."""
 

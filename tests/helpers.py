@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt import Checkpoint, Result, Run, RunConfig, UploadConfig
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 """Seconds that any wait of a test may take before the test fails."""
+
+T = TypeVar("T")
+
+
+def eventually(look: Callable[[], T], good: Callable[[T], bool]) -> T:
+    """What `look` gives once it is `good`: for another process's state, which only asking again can tell."""
+    deadline = time.monotonic() + DEADLINE
+    pause = threading.Event()
+    while not good(seen := look()):
+        assert time.monotonic() < deadline, f"after {DEADLINE} s still {seen}"
+        pause.wait(0.1)
+    return seen
 
 
 def make_checkpoint(folder: Path, files: Mapping[str, bytes | str] | None = None) -> Checkpoint:

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,23 +46,28 @@ class S3Server:
         }
 
     def client(self):
-        """A boto3 client: the way behind a storage's back."""
-        import boto3
-        from botocore.config import Config
+        """A boto3 client: the way behind a storage's back. One for the session: making one costs half a second."""
+        return _client(self)
 
-        return boto3.client(
-            "s3",
-            endpoint_url=self.endpoint,
-            aws_access_key_id=self.key,
-            aws_secret_access_key=self.secret,
-            region_name=self.region,
-            config=Config(
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                retries={"mode": "standard", "max_attempts": 5},
-                max_pool_connections=16,
-            ),
-        )
+
+@cache
+def _client(server: S3Server):
+    import boto3
+    from botocore.config import Config
+
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=server.key,
+        aws_secret_access_key=server.secret,
+        region_name=server.region,
+        config=Config(
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            retries={"mode": "standard", "max_attempts": 5},
+            max_pool_connections=16,
+        ),
+    )
 
 
 def free_port() -> int:

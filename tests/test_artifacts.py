@@ -45,7 +45,13 @@ def committed(seq: int, **metrics: Any) -> ReportRecord:
 
 def failed(seq: int, reason: str = "disk full", state: ReportState = ReportState.FAILED) -> ReportRecord:
     return ReportRecord(
-        seq=seq, attempt=1, name=f"epoch-{seq}", state=state, metrics={"accuracy": seq / 100}, reason=reason, created=1.7e9
+        seq=seq,
+        attempt=1,
+        name=f"epoch-{seq}",
+        state=state,
+        metrics={"accuracy": seq / 100},
+        reason=reason,
+        created=1.7e9,
     )
 
 
@@ -70,8 +76,8 @@ def section(text: str, title: str) -> str:
 
 def test_the_artifact_tells_best_latest_size_stall_and_totals() -> None:
     text = result_markdown(result([*(committed(seq) for seq in range(10)), failed(10)]))
-    assert f"`{ROOT}/checkpoints/epoch-9-a1`" in text
-    assert "report 9, max of accuracy, 0.09" in text
+    assert f"| run | `{ROOT}` |" in text
+    assert "report 9, max of accuracy = 0.09, `checkpoints/epoch-9-a1`" in text
     assert "5 checkpoints" in text
     assert "10.0 ms in `report()`" in text
     assert "11 reports, 10 checkpoints committed, 1 failed" in section(text, "Totals")
@@ -100,14 +106,16 @@ def test_a_run_without_reports_has_an_artifact_too() -> None:
 
 def test_every_failure_shows_its_reason() -> None:
     states = (ReportState.FAILED, ReportState.SKIPPED, ReportState.FENCED, ReportState.LOST)
-    text = section(result_markdown(result([failed(i, f"why {i}", s) for i, s in enumerate(states)])), "Not kept")
+    text = section(
+        result_markdown(result([failed(i, f"why {i}", s) for i, s in enumerate(states)])), "Failed, skipped or lost"
+    )
     for index, state in enumerate(states):
         assert re.search(rf"\| {index} \| {state.value} \|.*\| why {index} \|", text)
 
 
 def test_a_reason_cannot_break_out_of_its_cell() -> None:
     reason = "a | b\nc <img src=x onerror=alert(1)> [x](javascript:y) `z` \x1b[31m"
-    text = section(result_markdown(result([failed(0, reason)])), "Not kept")
+    text = section(result_markdown(result([failed(0, reason)])), "Failed, skipped or lost")
     [row] = [line for line in text.splitlines() if line.startswith("| 0 ")]
     assert len(re.findall(r"(?<!\\)\|", row)) == 6
     assert "<img" not in text
@@ -132,9 +140,8 @@ def test_no_secret_of_a_reason_is_shown(secret: str) -> None:
 
 def test_a_long_run_makes_a_bounded_artifact_with_the_newest_rows_and_the_best() -> None:
     name = "n" * 4000
-    records: list[ReportRecord] = [committed(0, accuracy=99.0)]
-    for seq in range(1, 5000):
-        records.append(failed(seq, f"{name} {seq}") if seq % 2 else committed(seq))
+    later = [failed(seq, f"{name} {seq}") if seq % 2 else committed(seq) for seq in range(1, 5000)]
+    records = [committed(0, accuracy=99.0), *later]
     kept = [(records[0].checkpoint, records[0].metrics), (records[-2].checkpoint, records[-2].metrics)]
     text = result_markdown(result(records, best_checkpoints=kept))
     assert len(text.encode()) < 500_000
@@ -151,7 +158,9 @@ def test_the_history_is_not_indexed_and_no_checkpoint_is_opened(monkeypatch: pyt
             raise AssertionError("random access to a history in a store is slow")
 
     monkeypatch.setattr(Checkpoint, "open", lambda self: pytest.fail("opened"))
-    assert "report 2" in result_markdown(result([committed(seq) for seq in range(3)], history=Lazy(map(committed, range(3)))))
+    assert "report 2" in result_markdown(
+        result([committed(seq) for seq in range(3)], history=Lazy(map(committed, range(3))))
+    )
 
 
 def test_an_error_that_ended_the_run_is_on_top() -> None:
@@ -167,7 +176,19 @@ def test_a_plain_name_is_its_own_key(run: str, key: str) -> None:
 
 
 def test_names_that_look_alike_have_different_keys() -> None:
-    names = ["Digits", "digits", "digits ", "DIGITS", "di/gits", "di_gits", "di-gits", "数字", "数", "x" * 500, "x" * 501]
+    names = [
+        "Digits",
+        "digits",
+        "digits ",
+        "DIGITS",
+        "di/gits",
+        "di_gits",
+        "di-gits",
+        "数字",
+        "数",
+        "x" * 500,
+        "x" * 501,
+    ]
     assert len({result_key(name) for name in names}) == len(names)
     assert live_key("digits") != result_key("digits")
 
@@ -203,7 +224,9 @@ def test_live_rows_are_the_newest_hundred_newest_first() -> None:
 
 def test_the_live_table_stays_small_whatever_is_in_it() -> None:
     huge = [
-        ReportRecord(seq=seq, attempt=1, name="é" * 5000, state=ReportState.FAILED, metrics={"x" * 9000: 1.0}, reason="𝄞" * 9000)
+        ReportRecord(
+            seq=seq, attempt=1, name="é" * 5000, state=ReportState.FAILED, metrics={"x" * 9000: 1.0}, reason="𝄞" * 9000
+        )
         for seq in range(LIVE_ROWS)
     ]
     rows = live_rows(huge)
@@ -225,3 +248,10 @@ def test_a_metric_called_like_a_column_does_not_overwrite_it() -> None:
 def test_the_live_table_has_totals() -> None:
     text = live_description("digits", Totals.of([committed(0), failed(1)]))
     assert text == "**digits**: 2 reports, 1 checkpoints committed, 1 failed, 1.0 MiB uploaded, 1.0 ms stalled"
+
+
+def test_a_checkpoint_outside_the_run_is_named_in_full() -> None:
+    elsewhere = ReportRecord(
+        seq=0, attempt=1, name="x", state=ReportState.COMMITTED, metrics={}, checkpoint=Checkpoint("s3://other/place")
+    )
+    assert "`s3://other/place`" in result_markdown(result([elsewhere]))

@@ -7,6 +7,7 @@ import math
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -32,11 +33,8 @@ def rows(*values: float | None, name: str = "loss") -> list[Row]:
 
 def curves(svg: str) -> list[list[tuple[float, float]]]:
     """The points of each line, in pixels."""
-    found = []
-    for path in ET.fromstring(svg).iter(f"{SVG}path"):
-        if path.get("class") == "l":
-            found.append([tuple(map(float, point.split())) for point in path.get("d", "")[1:].split("L")])
-    return found
+    lines = [path.get("d", "") for path in ET.fromstring(svg).iter(f"{SVG}path") if path.get("class") == "l"]
+    return [[(float(x), float(y)) for x, y in map(str.split, line[1:].split("L"))] for line in lines]
 
 
 def texts(svg: str) -> list[str]:
@@ -84,7 +82,7 @@ def test_a_loss_over_many_decades_gets_a_logarithmic_axis() -> None:
     svg = metrics_svg(rows(*(10.0**-power for power in range(8))), ["loss"])
     assert any("log scale" in text for text in texts(svg))
     [curve] = curves(svg)
-    steps = {round(b[1] - a[1]) for a, b in zip(curve, curve[1:], strict=False)}
+    steps = {round(b[1] - a[1]) for a, b in pairwise(curve)}
     assert len(steps) <= 2, "equal steps, up to rounding"
 
 
@@ -106,7 +104,9 @@ def test_ten_thousand_reports_make_a_bounded_picture_that_keeps_every_peak() -> 
     def many() -> Iterator[Row]:
         for seq in range(10_000):
             noise = {f"m{index}": math.sin(seq * (index + 1)) for index in range(6)}
-            yield Row(seq, {**noise, "m0": 100.0 if seq == 4321 else math.sin(seq)}, "failed" if seq % 3 else "committed")
+            yield Row(
+                seq, {**noise, "m0": 100.0 if seq == 4321 else math.sin(seq)}, "failed" if seq % 3 else "committed"
+            )
 
     svg = metrics_svg(many(), [f"m{index}" for index in range(6)], best=4321)
     assert len(svg) < 150_000

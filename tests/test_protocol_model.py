@@ -1,14 +1,15 @@
 """An exhaustive model of owners and newcomers of one run: the real protocol code, every interleaving of its storage calls.
 
 Each actor runs real code in a thread of its own, over a wrapped in-memory store in which only the scheduler lets a call
-happen. A schedule is replayed from the start for every choice that was not tried yet, until none is left. Calls that no
-other actor's calls can conflict with (by key, found out while exploring) are no choice: their order cannot matter.
+happen. A schedule is replayed from the start for every choice that was not tried yet, until none is left. Of schedules
+that differ in the order of independent calls only, one is run ("sleep sets"; Godefroid 1996): every state is still visited.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -52,10 +53,11 @@ class Actor:
 
     name: str
     act: Callable[[], None]
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    back: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    done: bool = False
+    call: Call | None = None
+    """What it will do next; None: it is done."""
     error: BaseException | None = None
+    go: threading.Lock = field(default_factory=lambda: _taken())
+    back: threading.Lock = field(default_factory=lambda: _taken())
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=self.name, daemon=True).start()
@@ -66,8 +68,9 @@ class Actor:
         self.go.release()
         self._wait()
 
-    def pause(self) -> None:
+    def pause(self, call: Call) -> None:
         """Called by the actor itself: wait for the scheduler."""
+        self.call = call
         self.back.release()
         assert self.go.acquire(timeout=DEADLINE), f"{self.name} was never let go on"
 
@@ -79,52 +82,47 @@ class Actor:
             self.act()
         except BaseException as error:
             self.error = error
-        self.done = True
+        self.call = None
         self.back.release()
 
 
-@dataclass(slots=True)
-class Footprints:
-    """Which calls each actor makes in any interleaving, to tell which of them can conflict."""
-
-    known: frozenset[tuple[str, str, str]] = frozenset()
-    """(actor, verb, key) of the explorations before; fixed during one."""
-    seen: set[tuple[str, str, str]] = field(default_factory=set)
-
-    def learn(self) -> bool:
-        """Take what was seen for known; False if it was all known."""
-        grown = not self.seen <= self.known
-        self.known |= self.seen
-        return grown
-
-    def conflicts(self, actor: str, verb: str, key: str) -> bool:
-        return any(
-            name != actor and (verb in WRITES or other in WRITES) and _meet(verb, key, other, other_key)
-            for name, other, other_key in self.known
-        )
+def _taken() -> threading.Lock:
+    """A lock as a binary semaphore that starts at 0: much faster than `threading.Semaphore`, and there are many steps."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
-def _meet(verb: str, key: str, other: str, other_key: str) -> bool:
+Call = tuple[str, str]
+"""Verb and key."""
+
+
+def independent(one: Call, other: Call) -> bool:
+    """Whether the order of two calls of different actors can make no difference, to them or to any reader."""
+    (verb, key), (other_verb, other_key) = one, other
+    if verb not in WRITES and other_verb not in WRITES:
+        return True
+    if verb in WRITES and other_verb in WRITES and _shape_rows(key) and _shape_rows(other_key):
+        return False  # which of two rows of one report a reader sees depends on both
     if verb == "list":
-        return other_key.startswith(key)
-    if other == "list":
-        return key.startswith(other_key)
-    return key == other_key
+        return not other_key.startswith(key)
+    if other_verb == "list":
+        return not key.startswith(other_key)
+    return key != other_key
+
+
+def _shape_rows(key: str) -> bool:
+    return key.startswith("history/") or key.endswith(".start.json")
 
 
 class Scheduled(WrappedStorage):
     """A store in which one actor's calls wait for the scheduler."""
 
-    def __init__(self, inner: Storage, footprints: Footprints) -> None:
-        super().__init__(inner)
-        self.actor: Actor | None = None
-        self._footprints = footprints
+    actor: Actor | None = None
 
     def around(self, verb, key, work, progress=None):
         if self.actor is not None:
-            self._footprints.seen.add((self.actor.name, verb, key))
-            if self._footprints.conflicts(self.actor.name, verb, key):
-                self.actor.pause()
+            self.actor.pause((verb, key))
         return work()
 
 
@@ -133,86 +131,112 @@ class World:
     """One replay: a store, its actors, and what they said about it."""
 
     raw: MemoryStorage
-    footprints: Footprints
     actors: list[Actor] = field(default_factory=list)
     acked: list[CommitId] = field(default_factory=list)
     """Commits that were acknowledged, in that order."""
     given_up: list[CommitId] = field(default_factory=list)
     """Reports that somebody was told are given up."""
     started: dict[int, tuple[Start, Found]] = field(default_factory=dict)
+    rows: dict[int, ReportState] = field(default_factory=dict)
+    """What the history last showed."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Run at the end of each interleaving."""
 
     def storage(self) -> Scheduled:
-        return Scheduled(self.raw, self.footprints)
+        return Scheduled(self.raw)
 
     def add(self, name: str, storage: Scheduled, act: Callable[[], None]) -> None:
-        actor = Actor(name, act)
-        self.actors.append(actor)
-        storage.actor = actor
+        storage.actor = Actor(name, act)
+        self.actors.append(storage.actor)
 
 
 Scenario = Callable[[World], None]
 
 
+@dataclass(slots=True)
+class Node:
+    """One choice of the schedule."""
+
+    pending: dict[int, Call]
+    """The next call of each actor that is not done."""
+    asleep: set[int]
+    """Actors whose call was tried before a sibling that it is independent of: the same states, by another way."""
+    current: int = -1
+
+    def choose(self) -> bool:
+        """Turn to the next choice that leads somewhere new; False if there is none."""
+        if self.current >= 0:
+            self.asleep.add(self.current)
+        left = [actor for actor in self.pending if actor not in self.asleep]
+        self.current = left[0] if left else -1
+        return bool(left)
+
+    def asleep_below(self) -> set[int]:
+        chosen = self.pending[self.current]
+        return {actor for actor in self.asleep if independent(self.pending[actor], chosen)}
+
+
 def explore(scenario: Scenario) -> int:
-    """Try every interleaving; returns how many there are.
+    """Try every interleaving, of those that differ only in the order of independent calls one; every state is visited.
+
+    Returns:
+        How many were run to their ends.
 
     Raises:
         Violation: one of them broke an invariant; the message has the schedule.
     """
-    footprints = Footprints()
+    stack: list[Node] = []
+    ended = 0
     while True:
-        count = sum(1 for _ in _replays(scenario, footprints))
-        if not footprints.learn():
-            return count
+        ended += _replay(scenario, stack)
+        while stack and not stack[-1].choose():
+            stack.pop()
+        if not stack:
+            return ended
 
 
-def _replays(scenario: Scenario, footprints: Footprints) -> Iterator[None]:
-    rows: dict[tuple[int, ...], dict[int, ReportState]] = {}
-    prefix: tuple[int, ...] = ()
-    while True:
-        trace, options = _replay(scenario, footprints, prefix, rows)
-        yield
-        while trace and trace[-1] == options[-1][-1]:
-            trace.pop()
-            options.pop()
-        if not trace:
-            return
-        after = [choice for choice in options[-1] if choice > trace[-1]]
-        prefix = (*trace[:-1], after[0])
-
-
-def _replay(
-    scenario: Scenario, footprints: Footprints, prefix: tuple[int, ...], rows: dict[tuple[int, ...], dict[int, ReportState]]
-) -> tuple[list[int], list[list[int]]]:
-    world = World(MemoryStorage("memory://model"), footprints)
+def _replay(scenario: Scenario, stack: list[Node]) -> bool:
+    """Follow the stack's choices, then go on to an end, or to where everything left was seen already (False)."""
+    world = World(MemoryStorage("memory://model"))
     _wipe()
     scenario(world)
+    known = len(stack)
     for actor in world.actors:
         actor.start()
-    trace: list[int] = []
-    options: list[list[int]] = []
     try:
-        while choices := [index for index, actor in enumerate(world.actors) if not actor.done]:
-            choice = prefix[len(trace)] if len(trace) < len(prefix) else choices[0]
-            options.append(choices)
-            trace.append(choice)
-            world.actors[choice].step()
-            if len(trace) >= len(prefix):
-                rows[tuple(trace)] = check_readers(world, rows.get(tuple(trace[:-1]), {}))
-        check_end(world)
+        world.rows = check_readers(world)
+        for depth in itertools.count():
+            pending = {index: actor.call for index, actor in enumerate(world.actors) if actor.call is not None}
+            if not pending:
+                check_end(world)
+                return True
+            if depth == len(stack):
+                stack.append(Node(pending, stack[-1].asleep_below() if stack else set()))
+                if not stack[-1].choose():
+                    return False
+            _step(world, stack[depth], check=depth >= known - 1)
+        raise AssertionError
     except AssertionError as error:
-        said = " ".join(world.actors[choice].name for choice in trace)
-        raise Violation(f"{error}\nin the schedule: {said}") from error
+        said = "\n".join(f"  {world.actors[node.current].name}: {' '.join(node.pending[node.current])}" for node in stack)
+        raise Violation(f"{error}\nin the schedule\n{said}") from error
     finally:
         _let_all_end(world)
-    return trace, options
+
+
+def _step(world: World, node: Node, *, check: bool) -> None:
+    said = len(world.acked), len(world.given_up)
+    world.actors[node.current].step()
+    verb, key = node.pending[node.current]
+    changed = verb in WRITES or said != (len(world.acked), len(world.given_up))
+    if check and changed:
+        world.rows = check_readers(world)
+    elif changed and _shape_rows(key):
+        world.rows = _rows(world)
 
 
 def _let_all_end(world: World) -> None:
     for actor in world.actors:
-        while not actor.done:
+        while actor.call is not None:
             actor.step()
 
 
@@ -224,7 +248,7 @@ def _wipe() -> None:
 # ------------------------------------------------------------------------------------------------------ the invariants
 
 
-def check_readers(world: World, before: dict[int, ReportState]) -> dict[int, ReportState]:
+def check_readers(world: World) -> dict[int, ReportState]:
     """What must hold at every moment, for any reader."""
     commits, lineage = list_commits(world.raw), read_lineage(world.raw)
     found = newest(world.raw, lineage, commits)
@@ -245,12 +269,22 @@ def check_readers(world: World, before: dict[int, ReportState]) -> dict[int, Rep
         assert world.raw.read(f"{found.location}/w"), f"the files of the newest, {found.id}, are gone"
     for commit in world.given_up:
         assert not isinstance(read_commit(world.raw, commit), Manifest), f"{commit} was given up and is committed"
-    rows = {row.seq: row.state for row in History(objects=world.raw, refer=_refer, lineage=lineage)}
-    for seq, state in before.items():
+    rows = _rows(world)
+    for seq, state in rows.items():
+        for commit in [commit for commit in commits if commit.seq == seq and state is ReportState.COMMITTED]:
+            there = read_commit(world.raw, commit)
+            counting = any(lineage.counts(other) for other in commits if other.seq == seq)
+            assert not isinstance(there, Manifest) or counting, f"{commit} is published as committed and does not count"
+    for seq, state in world.rows.items():
         assert rows.get(seq) == state, f"the published row {seq} was {state} and is {rows.get(seq)}"
     for commit in world.acked:
         assert rows.get(commit.seq, ReportState.COMMITTED) is ReportState.COMMITTED, f"{commit}: row {rows[commit.seq]}"
     return rows
+
+
+def _rows(world: World) -> dict[int, ReportState]:
+    history = History(objects=world.raw, refer=_refer, lineage=read_lineage(world.raw))
+    return {row.seq: row.state for row in history}
 
 
 def check_end(world: World) -> None:
@@ -432,7 +466,7 @@ def test_a_claim_that_never_started_wakes_up() -> None:
     """A driver that is replaced between its claim and its start changes nothing for the one that replaced it."""
 
     def scenario(world: World) -> None:
-        owner(world, 1)
+        owner(world, 0, published=False)
         slow = world.storage()
         pause, resume = _held_claim(world, slow)
         world.add("second", slow, resume)
@@ -453,8 +487,7 @@ def _held_claim(world: World, storage: Scheduled) -> tuple[Callable[[], None], C
 
     def resume() -> None:
         with suppress(FencedError):
-            start, found = begin(holder["attempt"], _latest)
-            goes_on(world, storage, holder["attempt"], start, found, 0)
+            begin(holder["attempt"], _latest)
 
     return pause, resume
 

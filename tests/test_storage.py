@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -24,7 +25,14 @@ from ckpt._retry import RetryingStorage
 from ckpt._s3 import MIN_PART_SIZE, S3Storage
 from ckpt.credentials import check_credentials, check_storage_options, resolve_credentials
 from ckpt.storage import check_key, join_uri, normalize_uri, open_storage
-from ckpt.testing import CountingStorage, FailingStorage, FailOnceStorage, RecordingStorage, SlowStorage, StorageContract
+from ckpt.testing import (
+    CountingStorage,
+    FailingStorage,
+    FailOnceStorage,
+    RecordingStorage,
+    SlowStorage,
+    StorageContract,
+)
 
 # ------------------------------------------------------------------------------------------------------- the contract
 
@@ -184,7 +192,19 @@ class _RawS3:
         self.client.delete_object(Bucket=self.bucket, Key=self.prefix + key)
 
     def uploads(self):
-        return self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        try:
+            found = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        except self.client.exceptions.NoSuchUpload:  # rclone says so when there is none at all
+            return []
+        return [upload["Key"] for upload in found if upload["Key"].startswith(self.prefix)]
+
+
+@cache
+def _bucket_on(server):
+    """One bucket for the session; each test has a prefix of its own in it."""
+    name = f"bucket-{uuid4().hex}"
+    server.client().create_bucket(Bucket=name)
+    return name
 
 
 class S3Contract(StorageContract):
@@ -193,23 +213,25 @@ class S3Contract(StorageContract):
     large = 12 * 2**20
 
     @pytest.fixture
-    def bucket(self, server, monkeypatch):
+    def bucket(self, server):
+        return _bucket_on(server)
+
+    @pytest.fixture
+    def prefix(self, server, monkeypatch):
         for name, value in server.env.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_PROFILE", raising=False)
-        name = f"bucket-{uuid4().hex}"
-        server.client().create_bucket(Bucket=name)
-        return name
+        return f"runs/{uuid4().hex}/"
 
     @pytest.fixture
-    def storage(self, bucket):
-        storage = S3Storage(f"s3://{bucket}/runs/digits", part_size=MIN_PART_SIZE)
+    def storage(self, bucket, prefix):
+        storage = S3Storage(f"s3://{bucket}/{prefix}", part_size=MIN_PART_SIZE)
         yield storage
         storage.delete([entry.key for entry in storage.list()])
 
     @pytest.fixture
-    def raw(self, server, bucket):
-        return _RawS3(server, bucket, "runs/digits/")
+    def raw(self, server, bucket, prefix):
+        return _RawS3(server, bucket, prefix)
 
     @pytest.fixture(autouse=True)
     def no_part_is_left(self, raw):
@@ -231,7 +253,7 @@ class S3Contract(StorageContract):
 
     def test_a_range_of_large_files_fits_a_small_budget(self, storage, bucket, tmp_path):
         """More transfers at a time than the memory budget has parts: they wait for each other, and all arrive."""
-        storage = S3Storage(f"s3://{bucket}/runs/digits", part_size=MIN_PART_SIZE, memory_budget=MIN_PART_SIZE + 1)
+        storage = S3Storage(storage.uri, part_size=MIN_PART_SIZE, memory_budget=MIN_PART_SIZE + 1)
         data = os.urandom(1000) * (self.large // 1000)
         (tmp_path / "source").write_bytes(data)
 
@@ -279,19 +301,21 @@ class TestMoto(S3Contract):
         raw.remove("folder/")
 
     def test_uploads_of_dead_processes_are_aborted(self, storage, raw, bucket):
-        for key in ("runs/digits/a", "runs/digits/b", "runs/other/c"):
+        other = f"other/{uuid4().hex}"
+        for key in (f"{raw.prefix}a", f"{raw.prefix}b", other):
             raw.client.create_multipart_upload(Bucket=bucket, Key=key)
-        assert storage.abort_uploads(older_than=3600) == 0
+        century = 100 * 365 * 24 * 3600  # moto says that every upload was begun in 2010
+        assert storage.abort_uploads(older_than=century) == 0
         assert storage.abort_uploads(older_than=0) == 2
-        assert [upload["Key"] for upload in raw.uploads()] == ["runs/other/c"]
+        assert raw.uploads() == []
         assert S3Storage(f"s3://{bucket}").abort_uploads(older_than=0) == 1
 
-    def test_the_bucket_itself_is_a_root(self, bucket, raw):
-        storage = S3Storage(f"s3://{bucket}/")
+    def test_the_bucket_itself_is_a_root(self, server, storage, raw):
+        raw.client.create_bucket(Bucket="whole")
+        storage = S3Storage("s3://whole/")
         storage.write("a/b", b"1")
-        assert storage.uri == f"s3://{bucket}"
+        assert storage.uri == "s3://whole"
         assert [entry.key for entry in storage.list("a")] == ["a/b"]
-        storage.delete(["a/b"])
 
 
 class TestRclone(S3Contract):
@@ -314,13 +338,14 @@ class TestRetryingMoto(S3Contract):
     """What `open_storage` gives for S3."""
 
     many = 10
+    large = StorageContract.large
 
     @pytest.fixture
     def server(self, moto_server):
         return moto_server
 
     @pytest.fixture
-    def storage(self, bucket):
-        storage = open_storage(f"s3://{bucket}/runs/digits")
+    def storage(self, bucket, prefix):
+        storage = open_storage(f"s3://{bucket}/{prefix}")
         yield storage
         storage.delete([entry.key for entry in storage.list()])

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckpt import Checkpoint, CheckpointUploadMode, get_context, open_run, report
+from ckpt import Checkpoint, CheckpointUploadMode, FailurePolicy, get_context, open_run, open_storage, report
 from ckpt.errors import UploadFunctionError
 from helpers import DEADLINE, content, make_checkpoint, make_config, reasons, states
 
 ASYNC, SYNC, NO_UPLOAD = CheckpointUploadMode
+GREEN = FailurePolicy(red_on="nothing", stop_after=None)
 
 
 class CheckpointException(BaseException):  # noqa: N818 - named after torch's, which is a BaseException too
@@ -100,8 +101,7 @@ def test_a_function_that_never_returns_is_abandoned_at_its_deadline(storage_path
 def test_a_process_exits_although_a_function_never_returns(tmp_path):
     """The function runs in a daemon thread; neither the drain nor the interpreter's end waits for it."""
     code = f"""
-import sys, threading
-sys.path.insert(0, {str(sys.path[0])!r})
+import threading
 from ckpt import *
 config = RunConfig(name="run", storage_path={str(tmp_path / "runs")!r}, upload_config=UploadConfig(upload_fn_timeout=0.2))
 try:
@@ -122,7 +122,6 @@ except errors.CheckpointsLostError as error:
 def test_a_location_outside_the_run_is_committed_as_external_and_nothing_is_written_there(storage_path, tmp_path):
     """The files are listed and sized as they lie."""
     outside = tmp_path / "outside"
-
     record = end_of(tmp_path, storage_path, lambda checkpoint, name: make_checkpoint(outside, {"x": "123"}))
     assert record.state.value == "committed"
     assert record.checkpoint.uri == str(outside)
@@ -158,7 +157,7 @@ def test_the_checkpoint_it_was_given_is_recognised_behind_a_symbolic_link(tmp_pa
 @pytest.mark.parametrize(("first", "second"), [("x", "x"), ("x", "x/below"), ("x/below", "x")])
 def test_a_location_that_equals_contains_or_lies_in_another_is_refused(storage_path, tmp_path, first, second):
     """The second report fails and names both; the first stays as it was."""
-    with open_run(make_config(storage_path, failure_policy=_green())) as run:
+    with open_run(make_config(storage_path, failure_policy=GREEN)) as run:
         for where in (first, second):
             place = make_checkpoint(tmp_path / "out" / where, {"f/g": where})
             report({}, make_checkpoint(tmp_path / "ck"), checkpoint_upload_fn=lambda c, n: place).wait(DEADLINE)
@@ -168,18 +167,12 @@ def test_a_location_that_equals_contains_or_lies_in_another_is_refused(storage_p
     assert "build_checkpoint_path_from_name" in reasons(run.result)[1]
 
 
-@pytest.mark.parametrize("where", ["", "/commits", "/attempts/x", "/.."])
+@pytest.mark.parametrize("where", ["runs/run", "runs/run/commits", "runs/run/attempts/x", "runs", "."])
 def test_a_location_among_the_records_of_the_run_is_refused(tmp_path, where):
     """The run itself, its control folders, and what contains the run."""
-    with open_run(make_config(tmp_path / "deep/runs")) as run:
-        place = run.uri + where if where != "/.." else str(tmp_path / "deep")
-        make_checkpoint(tmp_path / "ck")
-        (tmp_path / "deep" / "file").write_text("x")
-        handle = report(
-            {}, make_checkpoint(tmp_path / "ck"), checkpoint_upload_fn=lambda c, n: _with_a_file(place)
-        )
-        record = handle.wait(DEADLINE)
-        report({}, make_checkpoint(tmp_path / "next")).wait(DEADLINE)
+    record = end_of(
+        tmp_path, tmp_path / "deep/runs", lambda c, n: make_checkpoint(tmp_path / "deep" / where, {"file": "x"})
+    )
     assert record.state.value == "failed"
     assert "run's own records" in record.reason
 
@@ -191,7 +184,7 @@ def test_the_path_that_the_context_gives_is_inside_the_run_and_ours_to_prune(sto
         storage = get_context().get_storage()
         uri = storage.build_checkpoint_uri_from_name(name)
         assert uri.endswith(storage.build_checkpoint_path_from_name(name))
-        _put(uri, "shard", b"12345")
+        open_storage(uri).write("shard", b"12345")
         return Checkpoint(uri)
 
     record = end_of(tmp_path, storage_path, upload)
@@ -203,7 +196,7 @@ def test_the_path_that_the_context_gives_is_inside_the_run_and_ours_to_prune(sto
 def test_no_upload_commits_what_is_there_and_refuses_it_a_second_time(storage_path, tmp_path):
     """The same directory twice would be one checkpoint with two names."""
     folder = make_checkpoint(tmp_path / "there", {"a": "1"})
-    with open_run(make_config(storage_path, failure_policy=_green())) as run:
+    with open_run(make_config(storage_path, failure_policy=GREEN)) as run:
         for _ in range(2):
             report({}, folder, checkpoint_upload_mode=NO_UPLOAD).wait(DEADLINE)
     assert states(run.result) == ["committed", "failed"]
@@ -218,7 +211,7 @@ class AsyncSaveResponse:
     upload_completion: Future
 
 
-def future(value=None, error=None):
+def future(value=None, *, error=None):
     made = Future()
     if error is not None:
         made.set_exception(error)
@@ -238,6 +231,7 @@ def test_coroutines_futures_and_async_save_responses_are_awaited(storage_path, t
         lambda checkpoint, name: future(checkpoint),
         lambda checkpoint, name: future(future(checkpoint)),
         lambda checkpoint, name: future(coroutine(checkpoint, name)),
+        functools.partial(lambda where, checkpoint, name: where, make_checkpoint(tmp_path / "partial")),
         lambda checkpoint, name: AsyncSaveResponse(future(), future(checkpoint)),
     ]
     with open_run(make_config(storage_path)) as run:
@@ -258,11 +252,12 @@ def test_a_failing_one_of_them_is_the_reason(storage_path, tmp_path):
         "staging broke": lambda checkpoint, name: AsyncSaveResponse(future(error=OSError("staging broke")), future()),
         "upload broke": lambda checkpoint, name: AsyncSaveResponse(future(), future(error=CheckpointException("upload broke"))),
     }
-    with open_run(make_config(storage_path, failure_policy=_green())) as run:
+    with open_run(make_config(storage_path, failure_policy=GREEN)) as run:
         for number, shape in enumerate(shapes.values()):
             report({}, make_checkpoint(tmp_path / f"ck{number}"), checkpoint_upload_fn=shape)
+        report({}, make_checkpoint(tmp_path / "next"))
     found = reasons(run.result)
-    assert states(run.result) == ["failed"] * len(shapes)
+    assert states(run.result) == ["failed"] * len(shapes) + ["committed"]
     for number, text in enumerate(shapes):
         assert text in found[number]
 
@@ -273,7 +268,7 @@ def test_a_future_that_never_resolves_is_abandoned_with_a_reason(storage_path, t
     assert "did not return within" in record.reason
 
 
-@pytest.mark.parametrize("wrong", [lambda: None, lambda checkpoint: checkpoint, "module:function", 3])
+@pytest.mark.parametrize("wrong", [future, lambda checkpoint: checkpoint, "module:function", 3], ids=["none", "one", "text", "int"])
 def test_what_cannot_be_called_with_a_checkpoint_and_a_name_is_refused_at_the_call(tmp_path, wrong):
     """Before anything is recorded."""
     with open_run(make_config(tmp_path / "runs")) as run:
@@ -281,24 +276,3 @@ def test_what_cannot_be_called_with_a_checkpoint_and_a_name_is_refused_at_the_ca
             report({}, make_checkpoint(tmp_path / "ck"), checkpoint_upload_fn=wrong)
         report({}, make_checkpoint(tmp_path / "ck"))
     assert states(run.result) == ["committed"]
-
-
-# ------------------------------------------------------------------------------------------------------- helpers, at last
-
-
-def _green():
-    from ckpt import FailurePolicy
-
-    return FailurePolicy(red_on="nothing", stop_after=None)
-
-
-def _put(uri, key, data):
-    from ckpt import open_storage
-
-    open_storage(uri).write(key, data)
-
-
-def _with_a_file(place):
-    from pathlib import Path
-
-    return make_checkpoint(Path(place), {"file": "x"})
