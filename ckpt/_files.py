@@ -214,6 +214,14 @@ def make_folders(path: Path) -> None:
     _sync_folder(path.parent)
 
 
+def device_of(path: Path) -> int:
+    """The device that `path` is on, or would be on: that of the nearest folder above it that exists."""
+    for folder in (path, *path.parents):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return folder.stat().st_dev
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
 def sync(fd: int) -> None:
     """Flush a file to the disk itself (on macOS `fsync` alone does not)."""
     full = getattr(fcntl, "F_FULLFSYNC", None)

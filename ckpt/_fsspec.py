@@ -1,8 +1,8 @@
 """Any other file system of fsspec: Google Cloud Storage, Azure, SFTP, HDFS, ...
 
 Only calls that say what they did are used, on explicit keys: `pipe_file`, `put_file`, `cat_file`, `info`, `find`,
-`rm_file`. A file system that can rename (SFTP, HDFS, SMB) gets every object under a hidden name first; one that cannot is
-an object store, whose puts are whole.
+`rm_file`. A file system that can rename (SFTP, HDFS, SMB) gets every object under a hidden name first; one that cannot
+is an object store, whose puts are whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from ckpt._files import Guarded, NewFile, Source, translate_os_error
-from ckpt.credentials import Credentials, check_credentials, check_storage_options, redact, resolve_credentials
+from ckpt.credentials import Credentials, check_credentials, check_storage_options, merged, redact, resolve_credentials
 from ckpt.errors import (
     AccessDeniedError,
     CkptError,
@@ -367,7 +367,7 @@ def _open(uri: str, credentials: Credentials, options: Mapping[str, Any]) -> _Op
 
     found = resolve_credentials(credentials, scheme_of(uri))
     found.pop("expires_at", None)
-    given = {**found, **options, "skip_instance_cache": True, "use_listings_cache": False}
+    given = {**merged(found, options), "skip_instance_cache": True, "use_listings_cache": False}
     try:
         fs, root = fsspec.core.url_to_fs(uri, **given)
     except ImportError as error:
@@ -393,7 +393,7 @@ def _callback(moved: Callable[[int], None]) -> Any:
     before = 0
 
     class Moved(Callback):  # type: ignore[misc]
-        def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
+        def call(self, *_: Any, **__: Any) -> None:
             nonlocal before
             grown, before = self.value - before, max(before, self.value)
             moved(max(0, grown))

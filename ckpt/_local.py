@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 
-from ckpt._files import CHUNK, Guarded, NewFile, Source, make_folders, sweep, translate_os_error
+from ckpt._files import CHUNK, Guarded, NewFile, Source, device_of, sweep, translate_os_error
 from ckpt.errors import ConfigError, ObjectExistsError, StorageError
 from ckpt.storage import RESERVED, Entry, Progress, Receipt, check_key, normalize_uri, scheme_of
 
@@ -58,8 +58,8 @@ class LocalStorage:
         except OSError as error:
             if error.errno in _NO_LINKS:
                 raise StorageError(
-                    f"create {target}: the file system allows no hard link here ({error.strerror}), and nothing else on it "
-                    "creates a file whole and once; use another storage_path"
+                    f"create {target}: the file system allows no hard link here ({error.strerror}), and nothing else "
+                    "on it creates a file whole and once; use another storage_path"
                 ) from error
             raise translate_os_error("create", target, error) from error
 
@@ -113,10 +113,14 @@ class LocalStorage:
     def download(self, key: str, target: Path, *, progress: Progress) -> Receipt:
         """Copy a file out of the storage, hashed on the way."""
         source, moved = self._path(key), Guarded(progress)
-        with _translated("download", source, moved), source.open("rb", buffering=0) as reading:
-            with _translated("write", target, moved), NewFile(target.parent) as new:
-                _copy(reading.fileno(), new, moved)
-                new.replace(target)
+        with (
+            _translated("download", source, moved),
+            source.open("rb", buffering=0) as reading,
+            _translated("write", target, moved),
+            NewFile(target.parent) as new,
+        ):
+            _copy(reading.fileno(), new, moved)
+            new.replace(target)
         return Receipt(size=new.size, digest=new.digest)
 
     def _path(self, key: str) -> Path:
@@ -125,12 +129,9 @@ class LocalStorage:
     def _new(self, target: Path) -> NewFile:
         """In the hidden folder below the root, or beside the target where that is on another file system."""
         hidden = self._root / RESERVED
-        make_folders(hidden)
-        make_folders(target.parent)
         if self._sweep_once.acquire(blocking=False):  # never released: once in the life of this storage
             sweep(hidden)
-        same = hidden.stat().st_dev == target.parent.stat().st_dev
-        return NewFile(hidden if same else target.parent)
+        return NewFile(hidden if device_of(hidden) == device_of(target.parent) else target.parent)
 
     def _remove_empty(self, folder: Path) -> None:
         while folder != self._root and self._root in folder.parents:

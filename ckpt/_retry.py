@@ -33,8 +33,8 @@ logger = logging.getLogger("ckpt")
 class RetryingStorage:
     """A storage whose transient failures are tried again; everything else is raised at once.
 
-    When the store says that credentials have expired, the storage is opened anew, which resolves them afresh. A `create`
-    whose answer got lost ends in `ObjectExistsError`: callers read back and compare.
+    When the store says that credentials have expired, the storage is opened anew, which resolves them afresh. A
+    `create` whose answer got lost ends in `ObjectExistsError`: callers read back and compare.
 
     Args:
         opener: makes the storage; pickled along.

@@ -1,7 +1,7 @@
 """S3 and the stores that speak it (AWS, Ceph, MinIO, R2, ...), on the client of s3fs.
 
-Only calls that are whole or nothing are used: PutObject with Content-MD5, which the store checks; multipart uploads whose
-parts are checked likewise and which are aborted on any failure; ranged reads tied to one version by its etag.
+Only calls that are whole or nothing are used: PutObject with Content-MD5, which the store checks; multipart uploads
+whose parts are checked likewise and which are aborted on any failure; ranged reads tied to one version by its etag.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 from ckpt._files import NewFile, Source, translate_os_error
 from ckpt._s3_client import Body, S3Client
+from ckpt._s3_errors import translate
 from ckpt._transfer import Budget, Watch, close_at_exit, immortal
-from ckpt.credentials import Credentials, check_credentials, check_storage_options, resolve_credentials
+from ckpt.credentials import Credentials, check_credentials, check_storage_options, merged, resolve_credentials
 from ckpt.errors import AccessDeniedError, ConfigError
 from ckpt.storage import MEMORY_BUDGET, STALL_TIMEOUT, Entry, Progress, Receipt, check_key, normalize_uri, scheme_of
 
@@ -187,8 +188,11 @@ class S3Storage:
         import s3fs
 
         found = _named(resolve_credentials(self._credentials, "s3"))
-        session = _session(self._credentials, found)
-        options = _options({**found, **self._options}, self._memory_budget // self._part_size, self._stall_timeout)
+        try:
+            session = _session(self._credentials, found)
+        except Exception as error:
+            raise translate("open", self._uri, error) from error
+        options = _options(merged(found, self._options), self._memory_budget // self._part_size, self._stall_timeout)
         unknown = options.keys() - inspect.signature(s3fs.S3FileSystem.__init__).parameters.keys()
         if unknown:
             raise ConfigError(f"storage_options for {self._uri}: s3fs has no option {', '.join(sorted(unknown))}")
@@ -209,7 +213,7 @@ class S3Storage:
 
 def _after_fork() -> None:
     for storage in list(_alive):
-        storage._forked()
+        storage._forked()  # noqa: SLF001 - this module's own
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -221,8 +225,9 @@ def _options(given: Mapping[str, Any], parts: int, stall_timeout: float) -> dict
         "connect_timeout": CONNECT_TIMEOUT,
         "read_timeout": max(60.0, stall_timeout),
         "max_pool_connections": max(16, min(64, parts)),
-        "retries": {"mode": "standard", "max_attempts": 2},
-        # Newer SDKs send checksums in a trailer otherwise, which Ceph and others refuse; Content-MD5 does the same for us.
+        # We try again ourselves; botocore's way draws from the global random numbers, which belong to the training.
+        "retries": {"mode": "standard", "total_max_attempts": 1},
+        # Newer SDKs send checksums in a trailer otherwise, which Ceph and others refuse; Content-MD5 does it for us.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "tcp_keepalive": True,
@@ -254,7 +259,7 @@ def _session(credentials: Credentials, found: dict[str, Any]) -> Any:
     # The descriptions of AWS's services are parsed once in a process, not for every storage.
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     if found.get("expires_at") is not None:
-        session._credentials = _renewing(credentials, found)
+        session._credentials = _renewing(credentials, found)  # noqa: SLF001 - there is no public way
         for name in ("key", "secret", "token"):
             found.pop(name, None)
     found.pop("expires_at", None)

@@ -12,10 +12,9 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aiohttp import payload
-from aiohttp.abc import AbstractStreamWriter
 
 from ckpt._files import NewFile, Source
 from ckpt._s3_errors import code_of, from_answer, translate
@@ -29,6 +28,9 @@ from ckpt.errors import (
 )
 from ckpt.storage import Receipt
 
+if TYPE_CHECKING:
+    from aiohttp.abc import AbstractStreamWriter
+
 T = TypeVar("T")
 MAX_PARTS = 10_000
 """S3's own limit for one multipart upload."""
@@ -36,10 +38,11 @@ PARALLEL = 4
 """Parts of one file on the wire; more files at a time give more."""
 TRIES = 6
 """Of one part, before the file is given up (and tried again as a whole outside)."""
+PAGE = 1000
+"""Objects in one answer of a listing, and in one request to delete: S3's own limit."""
 _STEP = 256 * 2**10
 _random = random.Random()
 """Of our own: a training must draw the same numbers with uploads as without."""
-_BULK = 1000
 _NOT_BY_REQUEST = {"NoSuchUpload", "InvalidPart"}
 """Only the whole file can be tried again after these."""
 
@@ -49,7 +52,7 @@ logger = logging.getLogger("ckpt")
 class Body(bytearray):
     """What a request sends; `moved` hears of every piece that is handed to the connection."""
 
-    moved: Callable[[int], None] = staticmethod(lambda _: None)
+    moved = HighWater(lambda _: None)
 
 
 @payload.payload_type(Body, order=payload.Order.try_first)
@@ -69,6 +72,7 @@ class _BodyPayload(payload.Payload):
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         """Send as much as was announced."""
         view = memoryview(self._value)[:content_length]
+        self._value.moved.restart()  # aiohttp sends again by itself when a connection kept alive turns out to be dead
         for start in range(0, len(view), _STEP):
             piece = view[start : start + _STEP]
             self._value.moved(len(piece))  # first: the answer can be there before the last `write` returns
@@ -104,8 +108,8 @@ class S3Client:
 
     async def close(self) -> None:
         """Close its connections."""
-        if self._fs._s3 is not None:
-            await self._fs._s3creator.__aexit__(None, None, None)
+        if self._fs._s3 is not None:  # noqa: SLF001 - s3fs closes synchronously only, on a loop that is not ours
+            await self._fs._s3creator.__aexit__(None, None, None)  # noqa: SLF001 - as above
 
     async def call(self, verb: str, path: str, method: str, **params: Any) -> Any:
         """One request, its failure translated.
@@ -117,7 +121,8 @@ class S3Client:
             params: its parameters; `Bucket` is added.
         """
         try:
-            return await self._fs._call_s3(method, Bucket=self._bucket, **params)
+            # Not `call_s3`: that one blocks its thread until fsspec's own loop has done it.
+            return await self._fs._call_s3(method, Bucket=self._bucket, **params)  # noqa: SLF001
         except Exception as error:
             raise translate(verb, self.where(path), error) from error
 
@@ -313,13 +318,13 @@ class S3Client:
     async def _send(self, body: Body, watch: Watch, request: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """A request with a body, tried again a few times."""
 
-        async def once(moved: Callable[[int], None]) -> T:
-            body.moved = moved
+        async def once(count: HighWater) -> T:
+            body.moved = count
             return await request()
 
         return await self._insist(watch, once)
 
-    async def _insist(self, watch: Watch, request: Callable[[Callable[[int], None]], Coroutine[Any, Any, T]]) -> T:
+    async def _insist(self, watch: Watch, request: Callable[[HighWater], Coroutine[Any, Any, T]]) -> T:
         """A request tried again a few times; every byte is counted once."""
         count = HighWater(watch.moved)
         for attempt in range(TRIES):

@@ -31,22 +31,25 @@ _KINDS: dict[type[StorageError], frozenset[str]] = {
         "401", "403",
     }),
     StorageFullError: frozenset({
-        "QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientCapacity", "StorageFull", "507",
+        "QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientCapacity", "StorageFull",
+        "507",
     }),
     TransientStorageError: frozenset({
         "SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "RequestThrottled", "TooManyRequests",
         "RequestLimitExceeded", "BandwidthLimitExceeded", "InternalError", "InternalFailure", "RequestTimeout",
         "RequestTimeTooSkewed", "RequestTimeoutException", "OperationAborted", "ConditionalRequestConflict",
-        "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "PriorRequestNotComplete", "NoSuchUpload", "InvalidPart", "ServerBusy",
+        "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "PriorRequestNotComplete", "NoSuchUpload",
+        "InvalidPart", "ServerBusy",
         "408", "425", "429", "500", "502", "503", "504",
     }),
 }  # fmt: skip
 _PERMANENT = frozenset({"InvalidObjectState", "NotImplemented", "501", "PermanentRedirect", "MethodNotAllowed"})
+_OTHER_REGION = "the bucket is in another region: set AWS_REGION or storage_options={'region': ...}"
 _HINTS = {
     "RequestTimeTooSkewed": "the clock of this host is wrong: set it",
-    "PermanentRedirect": "the bucket is in another region: set AWS_REGION or client_kwargs.region_name",
-    "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION or client_kwargs.region_name",
-    "IllegalLocationConstraintException": "the bucket is in another region: set AWS_REGION or client_kwargs.region_name",
+    "PermanentRedirect": _OTHER_REGION,
+    "AuthorizationHeaderMalformed": _OTHER_REGION,
+    "IllegalLocationConstraintException": _OTHER_REGION,
     "InvalidAccessKeyId": "the store does not know this access key: look at what credentials= names",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key: look at what credentials= names",
     "InvalidToken": "the session token is not valid here: look at what credentials= names",
@@ -78,9 +81,13 @@ def translate(verb: str, uri: str, error: BaseException) -> BaseException:
         error = error.__cause__  # s3fs hides the store's own words behind an OSError
     if isinstance(error, CkptError) or not isinstance(error, Exception):
         return error
-    what = f"{verb} {uri}"
     if isinstance(error, boto.ClientError):
-        return from_answer(what, error.response)
+        return from_answer(f"{verb} {uri}", error.response)
+    return _without_answer(f"{verb} {uri}", error)
+
+
+def _without_answer(what: str, error: Exception) -> Exception:  # noqa: PLR0911 - one line per kind of error
+    """The error where the store has not answered."""
     if isinstance(error, boto.NoCredentialsError):
         return AccessDeniedError(f"{what}: no credentials found; {_CHANGE_CREDENTIALS}")
     if isinstance(error, _LOGIN):

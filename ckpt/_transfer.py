@@ -47,7 +47,7 @@ def io_loop() -> asyncio.AbstractEventLoop:
 
 def _forget_loop() -> None:
     """In a forked child: the thread is not there, and closing anything would reach into the parent's epoll."""
-    global _thread, _thread_lock  # noqa: PLW0603 - one per process
+    global _thread, _thread_lock
     if _thread is not None:
         immortal(_thread)
     _thread, _thread_lock = None, threading.Lock()
@@ -259,8 +259,8 @@ class Budget:
             with watch.waiting():
                 await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():
-                self.release(count)
+            # Given in the same moment, or still in the way of those behind.
+            self.release(count if turn.done() and not turn.cancelled() else 0)
             raise
         return count
 

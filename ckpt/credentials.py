@@ -2,10 +2,10 @@
 
     "env"                   what the store's own client finds: environment, config files, instance role
     "profile:<name>"        a profile of the AWS config files
-    "block:<type>/<name>"   a credentials block of Prefect (resolved by `ckpt_tasks`), e.g. "block:aws-credentials/prod"
-    a callable              returns fsspec options such as {"key": ..., "secret": ..., "token": ...}; in code only
+    "block:<type>/<name>"   a credentials block of Prefect (read by `ckpt_tasks`), e.g. "block:aws-credentials/prod"
+    a callable              gives fsspec options such as {"key": ..., "secret": ..., "token": ...}; in code only
 
-What a callable or a block returns may hold `expires_at` (epoch seconds, a datetime or ISO text): requests to S3 are then
+What a callable or a block gives may hold `expires_at` (epoch seconds, a datetime or ISO text): requests to S3 are then
 signed with fresh credentials before that time, also in the middle of a long upload.
 """
 
@@ -21,7 +21,7 @@ Credentials: TypeAlias = str | Callable[[], Mapping[str, Any]]
 """`"env"`, `"profile:<name>"`, `"block:<type>/<name>"`, or a callable that returns fsspec options."""
 
 ENTRY_POINTS = "prefect_ckpt.credentials"
-"""Entry point group; the one named `block` is a function `(ref, protocol) -> fsspec options`."""
+"""Entry point group; the one named `block` is a function `("<type>/<name>", protocol) -> fsspec options`."""
 
 _GRAMMAR = "use 'env', 'profile:<name>', 'block:<type>/<name>', or in code a callable that returns fsspec options"
 _REFERENCE = re.compile(r"env|profile:[^\s:/][^:/]*|block:[^\s:/]+/[^\s:/][^:/]*")
@@ -87,12 +87,22 @@ def resolve_credentials(value: Credentials, protocol: str) -> dict[str, Any]:
         return {}
     if kind == "block":
         load = _block_loader(value)
-        return _called(lambda: load(value, protocol), f"credentials {value!r}")
+        return _called(lambda: load(name, protocol), f"credentials {value!r}")
     if protocol not in {"s3", "s3a"}:
         raise ConfigError(
             f"credentials {value!r} is a profile of the AWS config files; {protocol}:// has none: use 'env'"
         )
     return {"profile": name}
+
+
+def merged(found: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What credentials gave under what the user's own options say, nested mappings merged likewise."""
+    result = dict(found)
+    for name, value in options.items():
+        below = result.get(name)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        result[name] = {**below, **value} if both and below is not None else value
+    return result
 
 
 def redact(text: str) -> str:
@@ -106,7 +116,7 @@ def _block_loader(reference: str) -> Callable[[str, str], Mapping[str, Any]]:
     found = [point for point in entry_points(group=ENTRY_POINTS) if point.name == "block"]
     if not found:
         raise ConfigError(
-            f"credentials {reference!r} needs the entry point 'block' of group {ENTRY_POINTS!r}, which is not installed: "
+            f"credentials {reference!r} needs the entry point 'block' of group {ENTRY_POINTS!r}, which is not there: "
             "install prefect-ckpt with pip (a checkout on sys.path has no entry points)"
         )
     try:

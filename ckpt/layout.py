@@ -25,6 +25,9 @@ _ATTEMPT = re.compile(r"attempts/(\d{4,})(\.start|\.end)?\.json")
 _SEGMENT = re.compile(r"history/a(\d+)-(\d+)-(\d+)\.jsonl")
 _NOTE = re.compile(r"notes/(\d{6,})\.a(\d+)\.([0-9a-zA-Z_-]+)\.json")
 
+_PART = r"(?!\.{1,2}(?:/|\Z))[^/\x00-\x1f\x7f]+"
+_PLAIN = re.compile(rf"{_PART}(?:/{_PART})*")
+
 
 class CommitId(NamedTuple):
     """A commit object's identity; sorts by seq, then attempt."""
@@ -113,8 +116,7 @@ def check_relative(path: str, what: str) -> str:
     """
     if not isinstance(path, str):
         raise ConfigError(f"{what} {path!r} is {type(path).__name__}; give a string")
-    parts = path.split("/")
-    if not path or any(part in ("", ".", "..") for part in parts) or any(ord(char) < 32 or char == "\x7f" for char in path):
+    if not _PLAIN.fullmatch(path):
         raise ConfigError(
             f"{what} {path!r} is not a plain relative path: use letters, digits and other printable characters, "
             "'/' between folders, and no '.', '..', empty part or leading '/'"

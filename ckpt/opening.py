@@ -63,8 +63,7 @@ def open_run(
         CheckpointsLostError: at the end, by the failure policy; carries `.result`. The block's own exception wins.
     """
     with ExitStack() as stack:
-        run = _start(config, submit, owner or Owner(), stack)
-        run.publisher.observers.extend(observers or ())
+        run = _start(config, submit, owner or Owner(), observers or [], stack)
         run.begin(gather or _gather_in_thread)
         error: BaseException | None = None
         try:
@@ -75,7 +74,6 @@ def open_run(
             raise
         finally:
             finish(run, error)
-        assert run.result is not None
         raise_if_red(run.publisher, config.failure_policy, run.result)
 
 
@@ -89,7 +87,9 @@ def finish(run: Run, error: BaseException | None) -> None:
         logger.exception("run %s could not be drained", run.config.name)
 
 
-def _start(config: RunConfig, submit: Submit | None, owner: Owner, stack: ExitStack) -> Run:
+def _start(
+    config: RunConfig, submit: Submit | None, owner: Owner, observers: list[Observer], stack: ExitStack
+) -> Run:
     root = _storage_root(config)
     uri = join_uri(root, config.name)
     storage = _open(config, uri)
@@ -114,6 +114,7 @@ def _start(config: RunConfig, submit: Submit | None, owner: Owner, stack: ExitSt
     destination.register(live)
     stack.callback(destination.unregister)
     publisher = _publisher(config, storage, attempt, start)
+    publisher.observers.extend(observers)
     publisher.latest = restored(config, storage, start)
     adopt(publisher, live, found, start.first_seq)
     logger.info("%s", describe_start(config, start, found))

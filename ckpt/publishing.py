@@ -183,10 +183,15 @@ class Publisher:
         """Write what is left, wait for deletions that are under way, and make the result."""
         if self._unflushed:
             self._flush()
+        self._prune()  # what a crashed attempt had not pruned yet, if this one committed nothing
         self._pruner.close()
         result = self._result(error)
         self._write_result(result)
         return result
+
+    def abandon(self) -> None:
+        """Let the pruner end by itself; for an ordering task that dies."""
+        self._pruner.stop()
 
     def verdict(self, policy: FailurePolicy) -> str | None:
         """Why the failure policy calls the run red; None if it does not."""
@@ -352,9 +357,13 @@ class Pruner:
             self._thread.start()
         self._queue.put((commit, record))
 
+    def stop(self) -> None:
+        """Take nothing more after what is queued."""
+        self._queue.put(None)
+
     def close(self) -> None:
         """Wait for what is under way."""
-        self._queue.put(None)
+        self.stop()
         if self._thread is not None:
             self._thread.join(self.CLOSE_TIMEOUT)
             if self._thread.is_alive():

@@ -102,8 +102,7 @@ class Run:
     ) -> None:
         self.config = config
         self.destination = destination
-        self.result: Result | None = None
-        """Set when the block has ended."""
+        self._result: Result | None = None
         self.line = ReportLine(publisher, live, config.upload_config)
         self.publisher = publisher
         self.context = TrainContext(
@@ -119,6 +118,22 @@ class Run:
         self._fenced: FencedError | None = None
         self._closed = False
         self._lock = threading.Lock()
+
+    @property
+    def result(self) -> Result:
+        """What the run left.
+
+        Raises:
+            CkptError: its block has not ended.
+        """
+        if self._result is None:
+            raise CkptError(f"run {self.config.name} has no result before the end of its `with` block")
+        return self._result
+
+    @property
+    def ended(self) -> bool:
+        """Whether the block has ended and the result is made."""
+        return self._result is not None
 
     @property
     def uri(self) -> str:
@@ -408,10 +423,10 @@ class Run:
         self.line.close(error)
         assert self._ordering is not None
         try:
-            self.result = self._drained(self._ordering, timeout)
+            self._result = self._drained(self._ordering, timeout)
         except Exception as failure:
             raise OrderingError(f"the ordering task of run {self.config.name} died: {failure}") from failure
-        return self.result
+        return self._result
 
     def _drained(self, ordering: Pending[Result], timeout: float | None) -> Result:
         try:

@@ -345,14 +345,14 @@ def _link_and_delete(source: Source, target: Path) -> None:
     source.delete_original()
 
 
-def _clone(source: Source, target: Path, way: Callable[[Path, Path], object]) -> None:
+def _clone(source: Source, target: Path, way: Callable[[str, str], object]) -> None:
     """Make `target` hold the files by their real paths, linked or copied with their times; all of them, or nothing."""
     target.mkdir(mode=0o700)
     try:
         for folder in {os.path.dirname(file.real) for file in source.files} - {""}:
             (target / folder).mkdir(parents=True, exist_ok=True)
         for real in {file.real for file in source.files}:
-            way(source.root / real, target / real)
+            way(f"{source.root}/{real}", f"{target}/{real}")  # text: paths cost more than the links
     except OSError:
         shutil.rmtree(target, ignore_errors=True)
         raise

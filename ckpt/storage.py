@@ -247,7 +247,7 @@ def check_key(key: str) -> str:
             or uses the names that files being written have.
     """
     check_relative(key, "key")
-    if any(part.startswith(RESERVED) for part in key.split("/")):
+    if RESERVED in key and any(part.startswith(RESERVED) for part in key.split("/")):
         raise ConfigError(
             f"key {key!r} uses a name that starts with {RESERVED!r}; such names are kept for files in flight"
         )

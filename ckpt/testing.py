@@ -1,4 +1,4 @@
-"""For tests of what uses a storage, and for anyone who writes one: a contract suite, and wrappers that inject behaviour.
+"""For tests of what uses a storage, and for who writes one: a contract suite, and wrappers that inject behaviour.
 
 A new storage is tested by a dozen lines:
 
@@ -35,7 +35,8 @@ GATE_TIMEOUT = 60.0
 
 ODD_NAMES = (
     "with space", "plus+plus", "hash#tag", "question?mark", "percent%20", "slash%2Fcode", "amp&er=sand", "comma,semi;",
-    "it's \"quoted\"", "back\\slash", "tilde~", "[bracket]*", "{brace}", "<angle>|pipe", "colon:at@", "$dollar!", ".hidden",
+    "it's \"quoted\"", "back\\slash", "tilde~", "[bracket]*", "{brace}", "<angle>|pipe", "colon:at@", "$dollar!",
+    ".hidden",
     "..dots", "trailing.", "-dash", "emoji-\N{ROCKET}", "\u00fcml\u00e4ut", "\u65e5\u672c\u8a9e",
 )  # fmt: skip
 """Names of files that people really have."""
@@ -437,7 +438,7 @@ class WrappedStorage:
     def _delete(self, key: str) -> Exception | None:
         try:
             self.around("delete", key, lambda: self.inner.delete([key]))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised by `delete`
             return error
         return None
 
@@ -485,8 +486,8 @@ class FailingStorage(WrappedStorage):
 
     Args:
         inner: does the work.
-        schedule: called with verb, key and how many calls of this verb came before with a matching key; returns the error
-            to raise, or None.
+        schedule: called with verb, key and how many calls of this verb came before; returns the error to raise, or
+            None.
         after: do the work first and raise then, as when an answer gets lost.
     """
 
@@ -549,7 +550,7 @@ class FailOnceStorage(FailingStorage):
 class SlowStorage(WrappedStorage):
     """Holds calls back until the test opens the gate.
 
-    While a transfer is held back its `progress` is called with 0 now and then, as a real one's, so that it can be cancelled.
+    While a transfer is held back its `progress` is called with 0 now and then, so that it can be cancelled.
 
     Args:
         inner: does the work.

@@ -1,11 +1,12 @@
 """Distributed checkpoints (DCP) written straight to S3 by torch's `async_save`, committed and ordered by `report()`.
 
-The loop is the one from Ray Train's `checkpoint_upload_fn`, with `ray.train` replaced by `ckpt`: `async_save` starts the
-upload, and the function that waits for it closes over the loop's future. Run it with
+The loop is the one from Ray Train's `checkpoint_upload_fn`, with `ray.train` replaced by `ckpt`: `async_save` starts
+the upload, and the function that waits for it closes over the loop's future. Run it with
 
     python examples/dcp_async_save.py s3://bucket/runs
 
-with the usual AWS environment variables (AWS_ENDPOINT_URL for a server of your own), and `pip install s3torchconnector`.
+with the usual AWS environment variables (AWS_ENDPOINT_URL for a server of your own), and `pip install
+s3torchconnector`.
 """
 
 from __future__ import annotations

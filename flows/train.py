@@ -9,13 +9,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import httpx
 from prefect import flow
-from prefect.settings import PREFECT_UI_URL
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
 from rich.console import Console
+from rich.markup import escape
 
 from ckpt import Result
 from ckpt.errors import CheckpointsLostError, CkptError
 from ckpt_tasks import TrainConfig, embedded_server, run_training
+from ckpt_tasks._delivery import leave
+from ckpt_tasks._logging import missed
 from ckpt_tasks.form import Retention, Uploads
 from ckpt_tasks.summary import print_result
 
@@ -32,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: train, then print what is there.
 
     Returns:
-        0; 1 if the run is red; 2 if it could not begin.
+        0; 1 if the run is red; 2 if it could not begin. Where the Prefect API went away for good the program ends with
+        75, within a minute of the last commit: everything is in storage, and the UI misses the end.
     """
     options = _parser().parse_args(arguments)
     config = TrainConfig(
@@ -47,25 +52,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     console = Console()
     try:
-        with embedded_server():
+        with embedded_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 2}):
             result = train(config)
     except CheckpointsLostError as error:
         print_result(error.result, console)
-        console.print(f"[bold red]Red:[/] {error}")
+        console.print(f"[bold red]Red:[/] {escape(str(error))}")
         return 1
     except CkptError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}:[/] {error}")
+        console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}")
         return 2
+    except httpx.HTTPError as error:
+        _without_api(config, console, error)
+        leave(75, within=5)
     print_result(result, console)
     if ui := PREFECT_UI_URL.value():
         console.print(f"UI: {ui}")
     return 0
 
 
+def _without_api(config: TrainConfig, console: Console, error: httpx.HTTPError) -> None:
+    """Print what the run left in storage, and what the UI misses."""
+    console.print(f"[bold red]The Prefect API is away:[/] {escape(f'{type(error).__name__}: {error}')}")
+    try:
+        result = Result.from_path(f"{config.storage_path}/{config.name}", config.credentials)
+    except CkptError:
+        console.print("The run has not begun. Start a server, or unset PREFECT_API_URL to bring one along.")
+        return
+    print_result(result, console)
+    console.print(f"Its UI misses the end of this flow run, {missed.logs} log lines and {missed.events} events.")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="digits", help="same name = continue that training (default: %(default)s)")
-    parser.add_argument("--storage", default="./runs", help="folder, s3://bucket/prefix, or any fsspec URI (%(default)s)")
+    parser.add_argument("--storage", default="./runs", help="folder, s3://bucket/prefix, any fsspec URI (%(default)s)")
     parser.add_argument("--credentials", help="env (default), profile:<name>, or block:<type>/<name>")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)

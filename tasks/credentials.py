@@ -18,14 +18,16 @@ def load_block(reference: str, protocol: str) -> dict[str, Any]:
         protocol: the file system's: `s3`, `gs`, `abfs`, ...
 
     Raises:
-        ConfigError: the block's type is none that this package knows.
+        ConfigError: the block's type is none that this package knows for that file system.
         AccessDeniedError: there is no such block, or it cannot be loaded.
     """
     kind, _, _name = reference.partition("/")
-    options = _OPTIONS.get(kind)
+    known = _OPTIONS.get(protocol, {})
+    options = known.get(kind)
     if options is None:
         raise ConfigError(
-            f"credentials block:{reference}: blocks of type {kind!r} are not known; use one of {', '.join(sorted(_OPTIONS))}"
+            f"credentials block:{reference}: blocks of type {kind!r} are not known for {protocol}://; "
+            f"known are {', '.join(sorted(known)) or 'none'}"
         )
     try:
         block: Any = Block.load(reference)
@@ -35,7 +37,9 @@ def load_block(reference: str, protocol: str) -> dict[str, Any]:
 
 
 def _aws(block: Any) -> Mapping[str, Any]:
-    client = {key: value for key, value in dict(block.aws_client_parameters.get_params_override()).items() if key != "config"}
+    client = {
+        key: value for key, value in dict(block.aws_client_parameters.get_params_override()).items() if key != "config"
+    }
     return {
         "key": block.aws_access_key_id,
         "secret": _plain(block.aws_secret_access_key),
@@ -46,7 +50,9 @@ def _aws(block: Any) -> Mapping[str, Any]:
 
 
 def _minio(block: Any) -> Mapping[str, Any]:
-    client = {key: value for key, value in dict(block.aws_client_parameters.get_params_override()).items() if key != "config"}
+    client = {
+        key: value for key, value in dict(block.aws_client_parameters.get_params_override()).items() if key != "config"
+    }
     return {
         "key": block.minio_root_user,
         "secret": _plain(block.minio_root_password),
@@ -69,9 +75,11 @@ def _plain(secret: Any) -> Any:
     return secret.get_secret_value() if hasattr(secret, "get_secret_value") else secret
 
 
-_OPTIONS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
-    "aws-credentials": _aws,
-    "minio-credentials": _minio,
-    "gcp-credentials": _gcp,
-    "azure-blob-storage-credentials": _azure,
+_AZURE = {"azure-blob-storage-credentials": _azure}
+_OPTIONS: dict[str, dict[str, Callable[[Any], Mapping[str, Any]]]] = {
+    "s3": {"aws-credentials": _aws, "minio-credentials": _minio},
+    "gs": {"gcp-credentials": _gcp},
+    "gcs": {"gcp-credentials": _gcp},
+    "abfs": _AZURE,
+    "az": _AZURE,
 }

@@ -16,7 +16,9 @@ class _Part(BaseModel):
 class Scaling(_Part):
     """How many processes train."""
 
-    nproc_per_node: int = Field(default=1, ge=1, le=1, title="Processes per node", description="One, until ranks are supported.")
+    nproc_per_node: int = Field(
+        default=1, ge=1, le=1, title="Processes per node", description="One, until ranks are supported."
+    )
     nnodes: int = Field(default=1, ge=1, le=1, title="Nodes", description="One, until ranks are supported.")
 
 
@@ -25,40 +27,58 @@ class Uploads(_Part):
 
     max_concurrent_uploads: int = Field(default=2, ge=1, le=64, title="Uploads at once", description="Per process.")
     max_pending: int = Field(
-        default=4, ge=1, le=1000, title="Pending reports", description="Reports that are not final yet, uploading ones included."
+        default=4,
+        ge=1,
+        le=1000,
+        title="Pending reports",
+        description="Reports that are not final yet, uploading ones included.",
     )
     when_full: Literal["block", "drop"] = Field(
         default="block", title="When full", description="Block the next report, or drop the oldest that still waits."
     )
     concurrency_limit: str | None = Field(
-        default=None, title="Concurrency limit", description="A Prefect global concurrency limit that caps uploads over all runs."
+        default=None,
+        title="Concurrency limit",
+        description="A Prefect global concurrency limit that caps uploads over all runs.",
     )
-    memory_budget: str = Field(default="512MiB", title="Memory budget", description="Of all transfers together, like 512MiB.")
+    memory_budget: str = Field(
+        default="512MiB", title="Memory budget", description="Of all transfers together, like 512MiB."
+    )
     stall_timeout: float = Field(
-        default=60.0, gt=0, title="Stall timeout (s)", description="A transfer in which no byte moves for so long is tried again."
+        default=60.0,
+        gt=0,
+        title="Stall timeout (s)",
+        description="A transfer in which no byte moves for so long is tried again.",
     )
 
 
 class Retention(_Part):
     """Which checkpoints stay; the latest and the best always do."""
 
-    num_to_keep: int | None = Field(default=None, ge=1, title="Keep", description="So many checkpoints; empty keeps all.")
+    num_to_keep: int | None = Field(
+        default=None, ge=1, title="Keep", description="So many checkpoints; empty keeps all."
+    )
     score_attribute: str | None = Field(
         default=None, title="Score", description="The metric that ranks checkpoints; a/b looks inside nested metrics."
     )
-    score_order: Literal["max", "min"] = Field(default="max", title="Best is", description="Which end of the score is best.")
+    score_order: Literal["max", "min"] = Field(
+        default="max", title="Best is", description="Which end of the score is best."
+    )
 
 
 class Failures(_Part):
     """When failed uploads stop the run, and when they make it red."""
 
     stop_after: int | None = Field(
-        default=3, ge=1, title="Stop after", description="So many failed reports in a row stop the run; empty never does."
+        default=3,
+        ge=1,
+        title="Stop after",
+        description="So many failed reports in a row stop the run; empty never does.",
     )
     red_on: Literal["lost", "any", "nothing"] = Field(
         default="lost",
         title="Red on",
-        description="lost: the last or best checkpoint is lost; any: any failure; nothing: only if nothing was committed.",
+        description="lost: the last or best checkpoint; any: any failure; nothing: only if nothing was committed.",
     )
 
 
@@ -66,13 +86,19 @@ class TrainConfig(_Part):
     """One training."""
 
     name: str = Field(
-        default="", title="Name", description="Same name = continue that training. Empty: a new one, named after the flow run."
+        default="",
+        title="Name",
+        description="Same name = continue that training. Empty: a new one, named after the flow run.",
     )
     storage_path: str = Field(
-        default="./runs", title="Storage path", description="Where runs are kept: a folder, s3://bucket/prefix, or any fsspec URI."
+        default="./runs",
+        title="Storage path",
+        description="Where runs are kept: a folder, s3://bucket/prefix, or any fsspec URI.",
     )
     train_fn: str | None = Field(
-        default=None, title="Training function", description="package.module:function; takes the settings below, or nothing."
+        default=None,
+        title="Training function",
+        description="package.module:function; takes the settings below, or nothing.",
     )
     train_loop_config: dict[str, Any] = Field(
         default_factory=dict, title="Training settings", description="Given to the training function."

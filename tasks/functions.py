@@ -1,8 +1,8 @@
 """Functions by name: in the UI and in YAML they are `package.module:attribute`, resolved under allowed places only.
 
-Whoever can start a deployment could otherwise run any function of any installed package. Allowed are the entry points of
-the group `prefect_ckpt.functions`, modules of the project's own folder (the working directory, and that of the program's
-own file), and what `PREFECT_INTEGRATIONS_CKPT_ALLOWED_FUNCTIONS`
+Whoever can start a deployment could otherwise run any function of any installed package. Allowed are the entry points
+of the group `prefect_ckpt.functions`, modules of the project's own folder (the working directory, and that of the
+program's own file), and what `PREFECT_INTEGRATIONS_CKPT_ALLOWED_FUNCTIONS`
 names: module prefixes, separated by commas.
 """
 
@@ -36,7 +36,9 @@ def resolve_function(name: str) -> Callable[..., Any]:
         return _checked(entry.load(), name)
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ConfigError(f"function {name!r} is neither 'package.module:attribute' nor an entry point of group {GROUP!r}")
+        raise ConfigError(
+            f"function {name!r} is neither 'package.module:attribute' nor an entry point of group {GROUP!r}"
+        )
     _check_allowed(match["module"], name)
     try:
         found: Any = importlib.import_module(match["module"])

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.futures import PrefectFuture
 from prefect.client.schemas.objects import State
+from prefect.futures import PrefectFuture
 from prefect.utilities.annotations import allow_failure
 
 from ckpt import ReportRecord, Result, RetentionPolicy

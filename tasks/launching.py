@@ -36,7 +36,6 @@ def run_training(config: TrainConfig, train_fn: Callable[..., Any] | None = None
     call = _bound(train_fn or resolve_function(str(config.train_fn)), config.train_loop_config)
     with training_run(config.run_config(_default_name())) as run:
         call()
-    assert run.result is not None
     return run.result
 
 

@@ -1,8 +1,8 @@
 """The cross-run limit: a Prefect global concurrency limit, held while an upload moves bytes.
 
-The slots of the process are the real limiter; this one caps uploads over all runs and hosts. Prefect's client serves the
-waiters of one process one at a time, with gaps of up to 30 s, so a lease that one upload is done with is handed to the
-next of the same process instead of being given back, for up to a minute.
+The slots of the process are the real limiter; this one caps uploads over all runs and hosts. Prefect's client serves
+the waiters of one process one at a time, with gaps of up to 30 s, so a lease that one upload is done with is handed to
+the next of the same process instead of being given back, for up to a minute.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Lease:
 
 
 class _Queue:
-    """The uploads of this process that wait for one limit, first come first served, and the thread that asks for them."""
+    """The uploads of this process that wait for one limit, in line, and the thread that asks for them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,7 +91,9 @@ class _Queue:
             self._asking = True
         if ask:
             context = contextvars.copy_context()
-            threading.Thread(target=context.run, args=(self._ask,), name=f"ckpt-limit-{self._name}", daemon=True).start()
+            threading.Thread(
+                target=context.run, args=(self._ask,), name=f"ckpt-limit-{self._name}", daemon=True
+            ).start()
         return self._wait(turn, flight, timeout)
 
     def done(self, lease: _Lease) -> None:
@@ -113,8 +115,8 @@ class _Queue:
             flight.enter(f"waiting for limit {self._name} {waited:.0f} s")
             if waited >= timeout and turn.cancel():
                 raise DeadlineError(
-                    f"no slot of the concurrency limit {self._name!r} came free in {timeout:.0f} s: other uploads hold them, "
-                    "or slots are stale (`prefect gcl inspect` shows them)"
+                    f"no slot of the concurrency limit {self._name!r} came free in {timeout:.0f} s: other uploads hold "
+                    "them, or slots are stale (`prefect gcl inspect` shows them)"
                 )
             logger.info("upload %d waits for limit %s, %.0f s so far", flight.seq, self._name, waited)
 
@@ -152,9 +154,11 @@ class _Queue:
             _fail(turn, error)
 
     def _acquired(self) -> _Lease | None:
-        """A lease; one without a slot if the API is away; None if all slots were taken for as long as one request lasts."""
+        """A lease; one without a slot if the API is away; None if all were taken for as long as a request lasts."""
         if not _api_answers():
-            logger.warning("The Prefect API is away: uploads go on without limit %s, bounded by this process only", self._name)
+            logger.warning(
+                "The Prefect API is away: uploads go on without limit %s, bounded by this process only", self._name
+            )
             return _Lease(give_back=None)
         slot = concurrency(self._name, timeout_seconds=_ASK_TIME, strict=True, raise_on_lease_renewal_failure=False)
         try:
@@ -185,7 +189,7 @@ def _give_back(slot: AbstractContextManager[None], name: str) -> None:
 
 
 def _api_answers() -> bool:
-    """Whether the Prefect API is there at all; asked with a short timeout because its client waits for over a minute."""
+    """Whether the Prefect API is there at all; asked with a short timeout: its client waits for over a minute."""
     url = PREFECT_API_URL.value()
     if url is None:
         return True  # the temporary server of this very process

@@ -1,7 +1,8 @@
 """Termination signals during a training run: the loop may save just in time, uploads may finish, and then it ends.
 
-The first SIGTERM or SIGINT sets `stop_requested()`. The loop gets 10 s; if it is still in the block then, the termination
-is raised in it. Uploads get the rest of `stop_timeout`, and are aborted after it. Later signals are ignored meanwhile.
+The first SIGTERM or SIGINT sets `stop_requested()`. The loop gets 10 s; if it is still in the block then, the
+termination is raised in it. Uploads get the rest of `stop_timeout`, and are aborted after it. Later signals are ignored
+meanwhile.
 """
 
 from __future__ import annotations

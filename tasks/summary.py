@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ckpt import Checkpoint, ReportRecord, Result, ReportState
+from ckpt import Checkpoint, ReportRecord, ReportState, Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _ROWS = 40
 """Newest reports that are printed."""
@@ -39,7 +42,9 @@ def _table(result: Result, rows: list[ReportRecord]) -> Table:
     retained = {checkpoint.uri for checkpoint, _ in result.best_checkpoints}
     for row in rows:
         values = [_number(row.metrics.get(name)) for name in metrics]
-        table.add_row(str(row.seq), _state(row, retained), *values, f"{row.nbytes / 2**20:.2f}", f"{row.timings.upload:.2f}")
+        table.add_row(
+            str(row.seq), _state(row, retained), *values, f"{row.nbytes / 2**20:.2f}", f"{row.timings.upload:.2f}"
+        )
     return table
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.futures import PrefectFuture
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from ckpt import Report, ReportRecord, Result, Run, RunConfig, open_run
@@ -24,18 +24,21 @@ from ckpt_tasks.signals import stop_signals
 from ckpt_tasks.upload import upload_checkpoint
 from ckpt_tasks.view import RunView
 
+if TYPE_CHECKING:
+    from prefect.futures import PrefectFuture
+
 logger = logging.getLogger("ckpt")
 
-PUBLISH_TIME = 20.0
-"""Seconds that the result artifact, and the live table's last state, may take at the end; the store has it all anyway."""
+PUBLISH_TIME = 15.0
+"""Seconds that the result artifact and the live table's last state may take at the end; the store has it all anyway."""
 
 
 @contextmanager
 def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) -> Iterator[Run]:
     """Open a run inside a flow or a task: `report()` in the block submits upload tasks under the flow run.
 
-    Leaving the block drains, whatever happened in it, then raises what the failure policy says; the block's own exception
-    wins. Owns SIGTERM and SIGINT meanwhile (see `ckpt_tasks.signals`), if it is in the main thread.
+    Leaving the block drains, whatever happened in it, then raises what the failure policy says; the block's own
+    exception wins. Owns SIGTERM and SIGINT meanwhile (see `ckpt_tasks.signals`), if it is in the main thread.
 
     Args:
         config: the run.
@@ -66,7 +69,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
                 with stopping.block(run):
                     yield run
         finally:
-            if opened and opened[0].result is not None:
+            if opened and opened[0].ended:
                 _show(opened[0].result, view)
         stopping.pass_on()
 
@@ -92,7 +95,7 @@ def _owner() -> Owner:
 
 
 def _show(result: Result, view: RunView) -> None:
-    """Give the UI what it shows, in a thread that is left behind at its deadline: with the API away a call takes minutes."""
+    """Show the end in the UI, from a thread that is left at its deadline: with the API away a call takes minutes."""
 
     def publish() -> None:
         try:
@@ -102,9 +105,12 @@ def _show(result: Result, view: RunView) -> None:
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(publish,), name="ckpt-publish", daemon=True)
     thread.start()
+    deadline = time.monotonic() + PUBLISH_TIME
     missed = view.close(PUBLISH_TIME)
-    thread.join(PUBLISH_TIME)
+    thread.join(max(0.0, deadline - time.monotonic()))
     if thread.is_alive() or missed:
         logger.warning(
-            "The Prefect UI misses the end of run %s (its API does not answer); everything is in %s", result.run, result.path
+            "The Prefect UI misses the end of run %s (its API does not answer); everything is in %s",
+            result.run,
+            result.path,
         )

@@ -64,7 +64,9 @@ def upload_checkpoint(
     """
     if isinstance(checkpoint, Report):
         if not isinstance(destination, Destination):
-            raise ConfigError("a Report is uploaded to the Destination of its run; give a Checkpoint for a plain prefix")
+            raise ConfigError(
+                "a Report is uploaded to the Destination of its run; give a Checkpoint for a plain prefix"
+            )
         return _in_run(checkpoint, destination)
     if isinstance(destination, Destination):
         raise ConfigError("inside a run, use report(); upload_checkpoint takes a plain prefix as destination")

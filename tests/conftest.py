@@ -54,6 +54,8 @@ def nothing_left_behind(staging: Path) -> Iterator[None]:
         if thread.name.startswith("ckpt-") and not thread.name.startswith(LASTING):
             thread.join(10)
             assert not thread.is_alive(), f"{thread.name} is still running"
-    left = [path for top in staging.glob(".ckpt-staging*") for path in top.iterdir() if not path.name.startswith("kept-")]
+    left = [
+        path for top in staging.glob(".ckpt-staging*") for path in top.iterdir() if not path.name.startswith("kept-")
+    ]
     assert not left
     assert not multiprocessing.active_children()

@@ -1,4 +1,4 @@
-"""Bad input is refused at the call, or at the start of the run, with what, where and what to do; nothing is left behind."""
+"""Bad input is refused at the call or at the start of a run: what, where, what to do; and nothing is left behind."""
 
 import os
 import random
@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import make_checkpoint, make_config, states, storage_of
 
 from ckpt import Checkpoint, CheckpointUploadMode, list_runs, open_run, report
 from ckpt._retry import RetryingStorage
 from ckpt.errors import AccessDeniedError, CkptError, ConfigError, TransientStorageError
 from ckpt.storage import open_storage
 from ckpt.testing import FailOnceStorage
-from helpers import make_checkpoint, make_config, states, storage_of
 
 ASYNC, SYNC, NO_UPLOAD = CheckpointUploadMode
 
@@ -48,10 +48,17 @@ def test_a_file_instead_of_a_directory_is_refused_and_named(tmp_path, mode):
 def test_an_empty_directory_is_refused(tmp_path, mode):
     """Somebody forgot to save, or saved after the report."""
     (tmp_path / "empty/folder").mkdir(parents=True)
-    refuse(tmp_path, Checkpoint.from_directory(tmp_path / "empty"), checkpoint_upload_mode=mode, says="save before reporting")
+    refuse(
+        tmp_path,
+        Checkpoint.from_directory(tmp_path / "empty"),
+        checkpoint_upload_mode=mode,
+        says="save before reporting",
+    )
 
 
-@pytest.mark.parametrize("name", ["..", "../x", "a/../b", "/abs", "", "a//b", ".", "a\x00b", "a\nb", "x\udcff", "n" * 901])
+@pytest.mark.parametrize(
+    "name", ["..", "../x", "a/../b", "/abs", "", "a//b", ".", "a\x00b", "a\nb", "x\udcff", "n" * 901]
+)
 def test_a_name_that_is_no_relative_path_is_refused(tmp_path, name):
     """It would lead out of the run."""
     refuse(tmp_path, make_checkpoint(tmp_path / "ck"), name, says="checkpoint_dir_name")
@@ -110,7 +117,7 @@ def test_a_directory_that_is_a_committed_checkpoint_is_not_taken_away(tmp_path):
     assert (tmp_path / "ck/a").read_text() == "1"
 
 
-# ------------------------------------------------------------------------------------------------------ start of the run
+# ----------------------------------------------------------------------------------------------------- start of the run
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
@@ -148,17 +155,18 @@ def test_a_start_that_fails_half_way_lets_the_next_one_in(storage_path, tmp_path
     assert [found.name for found in list_runs(storage_path)] == ["run"]
 
 
-# -------------------------------------------------------------------------------------------------------- random numbers
+# ------------------------------------------------------------------------------------------------------- random numbers
 
 
 def random_states() -> tuple:
-    return random.getstate(), np.random.get_state()[1].tobytes(), torch.random.get_rng_state().numpy().tobytes()
+    legacy = np.random.get_state()  # noqa: NPY002 - what most training code draws from
+    return random.getstate(), legacy[1].tobytes(), torch.random.get_rng_state().numpy().tobytes()
 
 
 def test_uploads_do_not_touch_any_random_number_generator(storage_path, tmp_path):
     """A training with uploads draws the same numbers as one without."""
     random.seed(1)
-    np.random.seed(1)
+    np.random.seed(1)  # noqa: NPY002 - as above
     torch.manual_seed(1)
     before = random_states()
     with open_run(make_config(storage_path)) as run:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pydantic
 import pytest
+from helpers import content, make_checkpoint, make_config
 
 from ckpt import Checkpoint, CheckpointUploadMode, open_run, open_storage, report
 from ckpt.errors import CheckpointNotFoundError, CommittedError, ConfigError, CorruptCheckpointError, MetricsError
 from ckpt.verifying import verify
-from helpers import content, make_checkpoint, make_config
 
 SYNC = CheckpointUploadMode.SYNC
 
@@ -20,7 +20,9 @@ SYNC = CheckpointUploadMode.SYNC
 def committed(storage_path, tmp_path):
     """A committed checkpoint with two files, known by its URI alone."""
     with open_run(make_config(storage_path)) as run:
-        report({"loss": 0.5}, make_checkpoint(tmp_path / "ck", {"a": "12345", "sub/b": "x"}), checkpoint_upload_mode=SYNC)
+        report(
+            {"loss": 0.5}, make_checkpoint(tmp_path / "ck", {"a": "12345", "sub/b": "x"}), checkpoint_upload_mode=SYNC
+        )
     return Checkpoint(run.result.checkpoint.uri)
 
 
@@ -58,17 +60,17 @@ def test_to_directory_refuses_what_has_content(committed, tmp_path):
     for target in ("full", "file"):
         with pytest.raises(ConfigError, match="not an empty directory"):
             committed.to_directory(tmp_path / target)
-    assert os.listdir(tmp_path / "full") == ["mine"]
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("damage", [b"1234X", b"1234", b""])
 def test_a_damaged_checkpoint_restores_nothing_and_names_the_file(committed, tmp_path, damage):
     """Same size, shorter, empty: the digest or the size tells, and `verify` too."""
     committed.open().write("a", damage)
-    with pytest.raises(CorruptCheckpointError, match="^a of"):
+    with pytest.raises(CorruptCheckpointError, match=r"^a of"):
         committed.to_directory(tmp_path / "restored")
     assert not (tmp_path / "restored").exists()
-    assert not [name for name in os.listdir(tmp_path) if "partial" in name]
+    assert not list(tmp_path.glob("*partial*"))
     assert verify(committed).problems[0].startswith("a has ")
     with pytest.raises(CorruptCheckpointError, match="a has"):
         verify(committed).raise_if_corrupt()

@@ -4,10 +4,10 @@ import functools
 import threading
 
 import pytest
+from helpers import DEADLINE, make_checkpoint, make_config, states
 
 from ckpt import get_context, open_run, report
 from ckpt.upload_functions import freeze_function
-from helpers import DEADLINE, make_checkpoint, make_config, states
 
 
 def test_a_loop_variable_rebound_by_the_next_epoch_does_not_redirect_an_upload(storage_path, tmp_path):
@@ -18,7 +18,7 @@ def test_a_loop_variable_rebound_by_the_next_epoch_does_not_redirect_an_upload(s
 
             def upload(checkpoint, name):
                 assert release.wait(DEADLINE)
-                seen.append(epoch)
+                seen.append(epoch)  # noqa: B023 - bound by report()
                 return checkpoint
 
             report({}, make_checkpoint(tmp_path / str(epoch)), checkpoint_upload_fn=upload)
@@ -121,7 +121,12 @@ def test_a_frozen_function_keeps_defaults_keyword_defaults_name_and_attributes()
     fn.label = "x"
     frozen = freeze_function(fn)
     assert frozen(0) == (0, 2, 3, 1)
-    assert (frozen.__name__, frozen.__qualname__, frozen.__doc__, frozen.label) == (fn.__name__, fn.__qualname__, "Doc.", "x")
+    assert (frozen.__name__, frozen.__qualname__, frozen.__doc__, frozen.label) == (
+        fn.__name__,
+        fn.__qualname__,
+        "Doc.",
+        "x",
+    )
 
 
 def test_methods_callable_objects_and_functions_without_a_closure_are_taken_as_they_are():

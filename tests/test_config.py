@@ -117,9 +117,9 @@ def test_the_policy_is_what_the_fields_say():
     """`num_to_keep` is the best with a score attribute, else the newest."""
     assert CheckpointConfig().policy == KeepAll()
     assert CheckpointConfig(num_to_keep=2).policy == KeepLast(2)
-    assert CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="a", checkpoint_score_order="min").policy == KeepBest(
-        2, "a", "min"
-    )
+    assert CheckpointConfig(
+        num_to_keep=2, checkpoint_score_attribute="a", checkpoint_score_order="min"
+    ).policy == KeepBest(2, "a", "min")
     assert CheckpointConfig(retention=KeepEvery(5)).policy == KeepEvery(5)
 
 

@@ -33,7 +33,9 @@ def drawn_tree() -> dict[str, tuple[str, set[str]]]:
     """Each class of the drawing: what it is below, and the builtins beside its name."""
     tree, above = {}, []
     for line in (errors.__doc__ or "").splitlines():
-        if not (match := re.match(r"    (?P<branch>[│├└─ ]*)(?P<name>\w*Error)\b(?: \((?P<builtins>[\w, ]+)\))?", line)):
+        if not (
+            match := re.match(r"    (?P<branch>[│├└─ ]*)(?P<name>\w*Error)\b(?: \((?P<builtins>[\w, ]+)\))?", line)
+        ):
             continue
         depth = len(match["branch"]) // 4
         above = [*above[:depth], match["name"]]
@@ -49,7 +51,9 @@ def test_the_tree_that_is_drawn_is_the_tree_that_is():
     for kind in CLASSES:
         parent, named = tree[kind.__name__]
         assert kind.__mro__[1].__name__ == parent, kind
-        assert {base.__name__ for base in kind.__bases__ if hasattr(builtins, base.__name__)} - {"Exception"} == named, kind
+        assert {base.__name__ for base in kind.__bases__ if hasattr(builtins, base.__name__)} - {
+            "Exception"
+        } == named, kind
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind is not CkptError])

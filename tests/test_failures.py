@@ -1,13 +1,15 @@
 """Failed uploads: each has its place and its reason, the run goes on, and its end says what the policy says."""
 
-import _thread
 import errno
 import os
 import pickle
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from helpers import DEADLINE, make_checkpoint, make_config, reasons, states, storage_of
 
 from ckpt import CheckpointConfig, CheckpointUploadMode, FailurePolicy, open_run, report, staging
 from ckpt.errors import (
@@ -19,7 +21,6 @@ from ckpt.errors import (
     UploadFailedError,
 )
 from ckpt.testing import FailingStorage, FailOnceStorage, SlowStorage
-from helpers import DEADLINE, make_checkpoint, make_config, reasons, states, storage_of
 
 ASYNC, SYNC, NO_UPLOAD = CheckpointUploadMode
 
@@ -46,10 +47,12 @@ def run_reports(config, tmp_path, names, *, mode=None, scores=()):
     return run.result, None
 
 
-# ---------------------------------------------------------------------------------------------------------- the policy
+# ----------------------------------------------------------------------------------------------------------- the policy
 
 
-def test_a_sync_failure_that_the_trainer_handles_is_history_and_the_run_stays_green(storage_path, tmp_path, wrap_storage):
+def test_a_sync_failure_that_the_trainer_handles_is_history_and_the_run_stays_green(
+    storage_path, tmp_path, wrap_storage
+):
     """Ray hangs here: the next report, of any mode, works."""
     wrap_storage(FailingStorage, failing_uploads("bad"))
     with open_run(make_config(storage_path)) as run:
@@ -74,7 +77,9 @@ def test_a_sync_failure_at_the_very_end_that_the_trainer_handles_is_green(storag
     assert states(run.result) == ["committed", "failed"]
 
 
-def test_an_async_failure_in_the_middle_is_a_gap_with_its_reason_and_the_run_is_green(storage_path, tmp_path, wrap_storage):
+def test_an_async_failure_in_the_middle_is_a_gap_with_its_reason_and_the_run_is_green(
+    storage_path, tmp_path, wrap_storage
+):
     """Later reports commit."""
     wrap_storage(FailingStorage, failing_uploads("bad"))
     result, red = run_reports(make_config(storage_path), tmp_path, ["a", "bad", "c"])
@@ -113,7 +118,9 @@ def test_red_on_says_which_failures_make_a_run_red(tmp_path, wrap_storage, red_o
     assert (run_reports(config, tmp_path, names)[1] is None) is (red is None)
 
 
-@pytest.mark.parametrize(("scores", "red"), [((1, 9, 2), True), ((1, 9, 10), False), ((9, 1, 2), False), ((1, float("nan"), 2), False)])
+@pytest.mark.parametrize(
+    ("scores", "red"), [((1, 9, 2), True), ((1, 9, 10), False), ((9, 1, 2), False), ((1, float("nan"), 2), False)]
+)
 def test_losing_the_best_is_red_until_a_better_one_is_committed(tmp_path, wrap_storage, scores, red):
     """By the run's score attribute."""
     wrap_storage(FailingStorage, failing_uploads("bad"))
@@ -125,7 +132,7 @@ def test_losing_the_best_is_red_until_a_better_one_is_committed(tmp_path, wrap_s
 def test_three_failures_in_a_row_stop_the_next_report(storage_path, tmp_path, wrap_storage):
     """A week of GPUs must not burn on an expired key; metrics-only reports do not break the row."""
     wrap_storage(FailingStorage, failing_uploads("bad"))
-    with pytest.raises(TooManyFailuresError, match="3 reports in a row"), open_run(make_config(storage_path)) as run:
+    with pytest.raises(TooManyFailuresError, match="3 reports in a row"), open_run(make_config(storage_path)) as run:  # noqa: PT012
         for number in range(10):
             report({}, make_checkpoint(tmp_path / str(number)), "bad")
             run.get_all_reported_checkpoints(timeout_s=DEADLINE)
@@ -144,7 +151,7 @@ def test_a_commit_in_between_begins_the_row_anew_and_none_never_stops(tmp_path, 
     assert states(result) == ["failed"] * 5 + ["committed"]
 
 
-# ----------------------------------------------------------------------------------------------------------- when full
+# ------------------------------------------------------------------------------------------------------------ when full
 
 
 def test_drop_skips_the_oldest_that_waits_and_never_one_whose_caller_waits(storage_path, tmp_path, wrap_storage):
@@ -176,7 +183,9 @@ def test_drop_skips_the_oldest_that_waits_and_never_one_whose_caller_waits(stora
     assert run.result.totals.skipped == 1
 
 
-def test_block_has_a_deadline_after_which_the_report_is_failed_and_training_goes_on(storage_path, tmp_path, wrap_storage):
+def test_block_has_a_deadline_after_which_the_report_is_failed_and_training_goes_on(
+    storage_path, tmp_path, wrap_storage
+):
     """It is not an exception in the training loop, and the local files stay where they are."""
     wrap_storage(SlowStorage, "upload")
     limits = {"max_concurrent_uploads": 1, "max_pending": 2, "block_timeout": 0.1}
@@ -205,12 +214,13 @@ def test_a_blocked_report_goes_on_as_soon_as_there_is_room(storage_path, tmp_pat
     assert states(run.result) == ["committed", "committed"]
 
 
-# -------------------------------------------------------------------------------------------------- disks and buckets
+# ---------------------------------------------------------------------------------------------------- disks and buckets
 
 
 @pytest.mark.parametrize("mode", [None, ASYNC])
 def test_a_full_disk_while_staging_is_a_failed_report_and_no_exception(tmp_path, monkeypatch, mode):
     """The trainer's files stay."""
+
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -252,13 +262,13 @@ def test_a_commit_whose_answer_got_lost_stands(storage_path, tmp_path, wrap_stor
     assert (states(result), red) == (["committed"], None)
 
 
-# ------------------------------------------------------------------------------------------------------ ends of a run
+# -------------------------------------------------------------------------------------------------------- ends of a run
 
 
 def test_the_trainers_own_exception_wins_and_uploads_in_flight_are_still_drained(storage_path, tmp_path, wrap_storage):
     """Also over a run that would be red."""
     wrap_storage(SlowStorage, "upload")
-    with pytest.raises(ZeroDivisionError), open_run(make_config(storage_path)) as run:
+    with pytest.raises(ZeroDivisionError), open_run(make_config(storage_path)) as run:  # noqa: PT012
         for number in range(3):
             report({}, make_checkpoint(tmp_path / str(number)), checkpoint_upload_mode=ASYNC)
         threading.Timer(0.05, storage_of(run).gate.set).start()
@@ -270,7 +280,7 @@ def test_the_trainers_own_exception_wins_and_uploads_in_flight_are_still_drained
 def test_the_trainers_own_exception_wins_over_a_red_end(storage_path, tmp_path, wrap_storage):
     """What broke first is what the user has to see."""
     wrap_storage(FailingStorage, failing_uploads("bad"))
-    with pytest.raises(ZeroDivisionError), open_run(make_config(storage_path)) as run:
+    with pytest.raises(ZeroDivisionError), open_run(make_config(storage_path)) as run:  # noqa: PT012
         report({}, make_checkpoint(tmp_path / "a"), "bad")
         raise ZeroDivisionError
     assert states(run.result) == ["failed"]
@@ -292,11 +302,8 @@ def test_two_open_runs_do_not_mix(tmp_path):
         with open_run(make_config(tmp_path / "runs", "inner")) as inner:
             report({"to": "inner"}, make_checkpoint(tmp_path / "a"))
             outer.report({"to": "outer"}, make_checkpoint(tmp_path / "b"))
-            caught = []
-            thread = threading.Thread(target=lambda: caught.append(pytest.raises(NoActiveRunError, report, {})))
-            thread.start()
-            thread.join(DEADLINE)
-            assert "2 runs are open" in str(caught[0].value)
+            with ThreadPoolExecutor(1) as other, pytest.raises(NoActiveRunError, match="2 runs are open"):
+                other.submit(report, {}).result(DEADLINE)
         report({"to": "outer"})
     assert [record.metrics for record in inner.result.history] == [{"to": "inner"}]
     assert [record.metrics for record in outer.result.history] == [{"to": "outer"}] * 2
@@ -308,9 +315,9 @@ def test_ctrl_c_while_a_sync_report_waits_is_ctrl_c_and_not_a_failed_upload(stor
 
     def interrupt(slow):
         slow.wait_until_held()
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), open_run(make_config(storage_path)) as run:
+    with pytest.raises(KeyboardInterrupt), open_run(make_config(storage_path)) as run:  # noqa: PT012
         thread = threading.Thread(target=interrupt, args=(storage_of(run),))
         thread.start()
         try:

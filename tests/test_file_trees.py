@@ -7,6 +7,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from helpers import content, make_checkpoint, make_config, states, storage_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +16,29 @@ from ckpt.errors import ConfigError
 from ckpt.staging import scan
 from ckpt.testing import SlowStorage
 from ckpt.uploading import upload_standalone
-from helpers import content, make_checkpoint, make_config, states, storage_of
 
 ASYNC, SYNC, NO_UPLOAD = CheckpointUploadMode
 NFC, NFD = "caf\u00e9", "cafe\u0301"
-NAMES = ["plain", "with space", "a+b", "a#b", "a?b", "100%", "%2F", ".hidden", "..two", "🔥.bin", NFC, NFD, "a=b&c", "[x]*", "~", "-r", "a\\b", "ü/ö/ä"]
+NAMES = [
+    "plain",
+    "with space",
+    "a+b",
+    "a#b",
+    "a?b",
+    "100%",
+    "%2F",
+    ".hidden",
+    "..two",
+    "🔥.bin",
+    NFC,
+    NFD,
+    "a=b&c",
+    "[x]*",
+    "~",
+    "-r",
+    "a\\b",
+    "ü/ö/ä",
+]
 
 
 @pytest.mark.parametrize("mode", [None, ASYNC])
@@ -53,9 +72,9 @@ def test_zero_byte_files_empty_folders_and_modes_come_back(storage_path, tmp_pat
 part = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/"), min_size=1, max_size=12).filter(
     lambda text: text not in {".", ".."} and not text.startswith(".ckpt-tmp") and len(text.encode()) < 60
 )
-trees = st.recursive(st.binary(max_size=64), lambda below: st.dictionaries(part, below, max_size=4), max_leaves=8).filter(
-    lambda tree: isinstance(tree, dict)
-)
+trees = st.recursive(
+    st.binary(max_size=64), lambda below: st.dictionaries(part, below, max_size=4), max_leaves=8
+).filter(lambda tree: isinstance(tree, dict))
 
 
 def write(tree, folder: Path) -> None:
@@ -68,11 +87,17 @@ def read(folder: Path):
     return {path.name: read(path) if path.is_dir() else path.read_bytes() for path in folder.iterdir()}
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def has_a_file(tree) -> bool:
     return any(not isinstance(below, dict) or has_a_file(below) for below in tree.values())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(tree=trees)
 @pytest.mark.parametrize("store", ["local", "memory"])
 def test_any_file_tree_comes_back(tmp_path, store, tree):
@@ -89,11 +114,13 @@ def test_any_file_tree_comes_back(tmp_path, store, tree):
     assert read(Checkpoint(record.checkpoint.uri).to_directory(case / "restored")) == tree
 
 
-# --------------------------------------------------------------------------------------------------------- symbolic links
+# ------------------------------------------------------------------------------------------------------- symbolic links
 
 
 @pytest.mark.parametrize("mode", [None, ASYNC])
-def test_links_inside_the_checkpoint_are_followed_also_after_it_was_renamed_away(storage_path, tmp_path, wrap_storage, mode):
+def test_links_inside_the_checkpoint_are_followed_also_after_it_was_renamed_away(
+    storage_path, tmp_path, wrap_storage, mode
+):
     """Relative and absolute ones, to files and to folders."""
     wrap_storage(SlowStorage, "upload")
     folder = tmp_path / "ck"
@@ -188,11 +215,11 @@ def test_what_cannot_be_stored_is_refused_at_the_call_and_named(tmp_path, spoil,
     folder = tmp_path / "ck"
     make_checkpoint(folder, {"good": "1"})
     spoil(folder)
-    before = sorted(os.listdir(folder))
+    before = names(folder)
     with open_run(make_config(tmp_path / "runs")) as run:
         with pytest.raises(ConfigError, match="bad"):
             report({}, Checkpoint.from_directory(folder), checkpoint_upload_mode=mode)
-        assert sorted(os.listdir(folder)) == before
+        assert names(folder) == before
         report({}, make_checkpoint(tmp_path / "next"))
     assert states(run.result) == ["committed"]
 
@@ -217,4 +244,6 @@ def test_hundreds_of_files_are_one_checkpoint(storage_path, tmp_path):
     with open_run(make_config(storage_path)) as run:
         report({}, make_checkpoint(tmp_path / "ck", files), checkpoint_upload_mode=ASYNC)
     assert len(run.result.checkpoint.files()) == len(files)
-    assert content(run.result.checkpoint, tmp_path / "restored") == {path: data.encode() for path, data in files.items()}
+    assert content(run.result.checkpoint, tmp_path / "restored") == {
+        path: data.encode() for path, data in files.items()
+    }

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import make_checkpoint, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,12 +13,14 @@ from ckpt import Result, open_run, report
 from ckpt._json import dumps, loads
 from ckpt.errors import MetricsError
 from ckpt.metrics import MAX_BYTES, freeze_metrics, score_of
-from helpers import make_checkpoint, make_config
 
 NAN, INF = float("nan"), float("inf")
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), below, max_size=3),
+    lambda below: (
+        st.lists(below, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), below, max_size=3)
+    ),
     max_leaves=10,
 )
 
@@ -103,8 +106,8 @@ class Unrecordable:
         (None, "NoneType"),
     ],
     ids=[
-        "object", "nested", "array", "tensor", "complex", "bytes", "set", "date", "surrogate", "huge", "key", "nested-key",
-        "reserved", "big", "pairs", "none",
+        "object", "nested", "array", "tensor", "complex", "bytes", "set", "date", "surrogate", "huge", "key",
+        "nested-key", "reserved", "big", "pairs", "none",
     ],
 )  # fmt: skip
 def test_what_cannot_be_recorded_is_a_type_error_at_the_call_that_names_the_key(tmp_path, metrics, named):
@@ -126,7 +129,11 @@ def test_metrics_that_contain_themselves_are_refused():
         freeze_metrics(metrics)
 
 
-@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])).filter(lambda key: key != "$float"), values, max_size=4))
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"])).filter(lambda key: key != "$float"), values, max_size=4
+    )
+)
 def test_whatever_can_be_recorded_survives_json(metrics):
     """Text, numbers of every size, non-finite ones, nested at will."""
     try:

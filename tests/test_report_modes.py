@@ -4,11 +4,11 @@ import inspect
 import itertools
 
 import pytest
+from helpers import DEADLINE, content, make_checkpoint, make_config, states
 
 import ckpt
 from ckpt import Checkpoint, CheckpointUploadMode, Run, get_checkpoint, open_run, report
 from ckpt.errors import ConfigError, NoActiveRunError
-from helpers import DEADLINE, content, make_checkpoint, make_config, states
 
 ASYNC, SYNC, NO_UPLOAD = CheckpointUploadMode
 KINDS = (ASYNC, SYNC, NO_UPLOAD, None)
@@ -24,7 +24,7 @@ PARAMETERS = [
 
 
 def test_all_sixteen_pairs_of_kinds_are_published_in_order_with_their_own_metrics(storage_path, tmp_path):
-    """32 reports, each pair of kinds one after the other: 24 checkpoints in order, and `get_checkpoint` never goes back."""
+    """32 reports, each pair of kinds after the other: 24 checkpoints in order, and `get_checkpoint` never goes back."""
     kinds = list(itertools.chain.from_iterable(itertools.product(KINDS, repeat=2)))
     seen = []
     with open_run(make_config(storage_path)) as run:

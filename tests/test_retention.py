@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from helpers import DEADLINE, make_checkpoint, make_config, storage_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from ckpt import (
 from ckpt.layout import CommitId
 from ckpt.retention import Candidate, evicted, rank
 from ckpt.testing import FailingStorage
-from helpers import DEADLINE, make_checkpoint, make_config, storage_of
 
 NAN = float("nan")
 
@@ -32,7 +32,10 @@ def candidates(*scores, pinned=(), created=0.0):
     """One per score, by seq; a None has no score."""
     return [
         Candidate(
-            id=CommitId(seq, 1), metrics={} if score is None else {"score": score}, created=created, pinned=seq in pinned
+            id=CommitId(seq, 1),
+            metrics={} if score is None else {"score": score},
+            created=created,
+            pinned=seq in pinned,
         )
         for seq, score in enumerate(scores)
     ]
@@ -115,7 +118,7 @@ def test_the_best_and_the_newest_are_never_evicted_by_keep_best(scores, n, order
     assert len(left) <= n + 1
 
 
-# ------------------------------------------------------------------------------------------------------------- in runs
+# -------------------------------------------------------------------------------------------------------------- in runs
 
 
 def run_scores(config, tmp_path, scores, each=lambda run, number: None):
@@ -141,7 +144,9 @@ def run_scores(config, tmp_path, scores, each=lambda run, number: None):
     ],
     ids=["all", "last", "best", "min", "policy"],
 )  # fmt: skip
-def test_a_run_keeps_its_best_and_its_latest_and_the_files_of_no_other(storage_path, tmp_path, checkpoint_config, scores, seqs, best):
+def test_a_run_keeps_its_best_and_its_latest_and_the_files_of_no_other(
+    storage_path, tmp_path, checkpoint_config, scores, seqs, best
+):
     """Result, storage and history agree: what is retained is there, and every report has its row."""
     run = run_scores(make_config(storage_path, checkpoint_config=checkpoint_config), tmp_path, scores)
     result = run.result
@@ -165,7 +170,9 @@ def test_a_pin_and_an_evaluation_made_from_outside_count(storage_path, tmp_path)
         if number == 1:
             record_evaluation(f"{run.uri}@1", {"score": 100})
 
-    config = make_config(storage_path, checkpoint_config=CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score"))
+    config = make_config(
+        storage_path, checkpoint_config=CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score")
+    )
     run = run_scores(config, tmp_path, (1, 0, 5, 6, 7), outside)
     assert [checkpoint.seq for checkpoint, _ in run.result.best_checkpoints] == [0, 1, 4]
     assert run.result.best.seq == 1
@@ -176,14 +183,19 @@ def test_external_checkpoints_are_let_go_and_never_deleted(storage_path, tmp_pat
     """Their files are somebody else's."""
     with open_run(make_config(storage_path, checkpoint_config=CheckpointConfig(num_to_keep=1))) as run:
         for number in range(3):
-            report({}, make_checkpoint(tmp_path / f"ck{number}"), checkpoint_upload_fn=lambda checkpoint, name: checkpoint)
+            report(
+                {}, make_checkpoint(tmp_path / f"ck{number}"), checkpoint_upload_fn=lambda checkpoint, name: checkpoint
+            )
     assert [checkpoint.seq for checkpoint, _ in run.result.best_checkpoints] == [2]
     assert all((tmp_path / f"ck{number}/model.bin").exists() for number in range(3))
 
 
 def test_a_deletion_that_fails_never_stops_training(storage_path, tmp_path, wrap_storage, caplog):
     """It is warned about, and left to garbage collection."""
-    wrap_storage(FailingStorage, lambda verb, key, _: PermissionError("no delete") if verb == "delete" and "commits" in key else None)
+    wrap_storage(
+        FailingStorage,
+        lambda verb, key, _: PermissionError("no delete") if verb == "delete" and "commits" in key else None,
+    )
     run = run_scores(make_config(storage_path, checkpoint_config=CheckpointConfig(num_to_keep=1)), tmp_path, (1, 2, 3))
     assert [checkpoint.seq for checkpoint, _ in run.result.best_checkpoints] == [2]
     assert "no delete" in caplog.text

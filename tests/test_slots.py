@@ -3,13 +3,13 @@
 import threading
 
 import pytest
+from helpers import DEADLINE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CommittedError, DeadlineError
 from ckpt.inflight import Flight, Locations, overlap
 from ckpt.slots import DroppedError, UploadSlots
-from helpers import DEADLINE
 
 
 def enter(slots, seq, *, droppable=True, drop=False, timeout=0.0, interrupted=lambda: False):
@@ -66,9 +66,8 @@ def test_a_dropped_report_is_told_so_when_it_asks_for_its_slot():
     enter(slots, 2, drop=True)
     with pytest.raises(DroppedError, match="newer"), slots.slot(1, timeout=DEADLINE):
         pass
-    with slots.slot(0, timeout=DEADLINE):
-        with pytest.raises(DeadlineError), slots.slot(2, timeout=0.01):
-            pass
+    with slots.slot(0, timeout=DEADLINE), pytest.raises(DeadlineError), slots.slot(2, timeout=0.01):
+        pass
 
 
 def test_nothing_droppable_waits_so_drop_blocks():

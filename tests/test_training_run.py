@@ -11,6 +11,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from prefect.context import FlowRunContext
 from prefect.futures import as_completed
+from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 import ckpt
 from ckpt import (
@@ -37,7 +38,6 @@ from ckpt_tasks import (
     verify_checkpoint,
 )
 from ckpt_tasks.artifacts import result_key
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("prefect_server")]
 
@@ -98,7 +98,7 @@ def test_a_run_shows_one_task_run_per_upload_and_one_for_the_order(tmp_path, sto
     state, flow_run_id = run_flow(reports(storage_path, tmp_path, 3))
     result = state.result()
     assert [row.seq for row in result.history] == [0, 1, 2]
-    expected = {"upload-000000 digits", "upload-000001 digits", "upload-000002 digits", "gather-reports", "publish-result"}
+    expected = {f"upload-{seq:06d} digits" for seq in range(3)} | {"gather-reports", "publish-result"}
     found = eventually(
         lambda: task_runs(flow_run_id), lambda runs: expected <= set(runs) and set(runs.values()) == {"Completed"}
     )
@@ -179,7 +179,7 @@ def test_training_run_works_inside_a_task(tmp_path, storage_path):
     def train() -> Result:
         return reports(storage_path, tmp_path, 2)()
 
-    state, _ = run_flow(lambda: train())
+    state, _ = run_flow(train)
     assert [row.seq for row in state.result().history] == [0, 1]
 
 
@@ -318,5 +318,3 @@ def test_a_dropped_report_is_a_skipped_task_run(tmp_path, storage_path):
     state, flow_run_id = run_flow(body)
     assert [row.state.value for row in state.result().history] == ["committed", "skipped", "committed", "committed"]
     eventually(lambda: task_runs(flow_run_id), lambda runs: runs.get("upload-000001 digits") == "Skipped")
-
-

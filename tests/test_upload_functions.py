@@ -8,16 +8,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
+from helpers import DEADLINE, content, make_checkpoint, make_config, reasons, states
 
 from ckpt import Checkpoint, CheckpointUploadMode, FailurePolicy, get_context, open_run, open_storage, report
 from ckpt.errors import UploadFunctionError
-from helpers import DEADLINE, content, make_checkpoint, make_config, reasons, states
 
 ASYNC, SYNC, NO_UPLOAD = CheckpointUploadMode
 GREEN = FailurePolicy(red_on="nothing", stop_after=None)
 
 
-class CheckpointException(BaseException):  # noqa: N818 - named after torch's, which is a BaseException too
+class CheckpointException(BaseException):
     pass
 
 
@@ -38,7 +38,7 @@ def raising(error):
     return upload
 
 
-# --------------------------------------------------------------------------------------------- what must not be returned
+# -------------------------------------------------------------------------------------------- what must not be returned
 
 
 @pytest.mark.parametrize("value", [None, "s3://bucket/key", {"uri": "x"}, 7, [1]])
@@ -59,7 +59,7 @@ def test_what_it_raises_is_the_reason(storage_path, tmp_path):
 
 
 def test_a_base_exception_of_its_own_kind_is_a_failure_like_any_other(storage_path, tmp_path):
-    """torch's `CheckpointException` is a BaseException; it must not end the upload's thread unseen."""
+    """Torch's `CheckpointException` is a BaseException; it must not end the upload's thread unseen."""
     record = end_of(tmp_path, storage_path, raising(CheckpointException("rank 3 failed")))
     assert record.state.value == "failed"
     assert "CheckpointException: rank 3 failed" in record.reason
@@ -103,10 +103,12 @@ def test_a_process_exits_although_a_function_never_returns(tmp_path):
     code = f"""
 import threading
 from ckpt import *
-config = RunConfig(name="run", storage_path={str(tmp_path / "runs")!r}, upload_config=UploadConfig(upload_fn_timeout=0.2))
+limits = UploadConfig(upload_fn_timeout=0.2)
+config = RunConfig(name="run", storage_path={str(tmp_path / "runs")!r}, upload_config=limits)
 try:
     with open_run(config) as run:
-        report({{}}, Checkpoint.from_directory({str(tmp_path)!r}), checkpoint_upload_fn=lambda c, n: threading.Event().wait())
+        given = Checkpoint.from_directory({str(tmp_path)!r})
+        report({{}}, given, checkpoint_upload_fn=lambda c, n: threading.Event().wait())
 except errors.CheckpointsLostError as error:
     print("red:", error.result.totals.failed)
 """
@@ -116,7 +118,7 @@ except errors.CheckpointsLostError as error:
     assert done.stdout == "red: 1\n"
 
 
-# ------------------------------------------------------------------------------------------------------- where it may be
+# ------------------------------------------------------------------------------------------------------ where it may be
 
 
 def test_a_location_outside_the_run_is_committed_as_external_and_nothing_is_written_there(storage_path, tmp_path):
@@ -160,7 +162,7 @@ def test_a_location_that_equals_contains_or_lies_in_another_is_refused(storage_p
     with open_run(make_config(storage_path, failure_policy=GREEN)) as run:
         for where in (first, second):
             place = make_checkpoint(tmp_path / "out" / where, {"f/g": where})
-            report({}, make_checkpoint(tmp_path / "ck"), checkpoint_upload_fn=lambda c, n: place).wait(DEADLINE)
+            report({}, make_checkpoint(tmp_path / "ck"), checkpoint_upload_fn=lambda c, n, at=place: at).wait(DEADLINE)
         report({}, make_checkpoint(tmp_path / "next")).wait(DEADLINE)
     assert states(run.result) == ["committed", "failed", "committed"]
     assert str(tmp_path / "out" / first) in reasons(run.result)[1]
@@ -202,7 +204,7 @@ def test_no_upload_commits_what_is_there_and_refuses_it_a_second_time(storage_pa
     assert states(run.result) == ["committed", "failed"]
 
 
-# ---------------------------------------------------------------------------------------------------- what it may return
+# --------------------------------------------------------------------------------------------------- what it may return
 
 
 @dataclass
@@ -250,7 +252,9 @@ def test_a_failing_one_of_them_is_the_reason(storage_path, tmp_path):
         "coroutine broke": coroutine,
         "future broke": lambda checkpoint, name: future(error=OSError("future broke")),
         "staging broke": lambda checkpoint, name: AsyncSaveResponse(future(error=OSError("staging broke")), future()),
-        "upload broke": lambda checkpoint, name: AsyncSaveResponse(future(), future(error=CheckpointException("upload broke"))),
+        "upload broke": lambda checkpoint, name: AsyncSaveResponse(
+            future(), future(error=CheckpointException("upload broke"))
+        ),
     }
     with open_run(make_config(storage_path, failure_policy=GREEN)) as run:
         for number, shape in enumerate(shapes.values()):
@@ -268,7 +272,9 @@ def test_a_future_that_never_resolves_is_abandoned_with_a_reason(storage_path, t
     assert "did not return within" in record.reason
 
 
-@pytest.mark.parametrize("wrong", [future, lambda checkpoint: checkpoint, "module:function", 3], ids=["none", "one", "text", "int"])
+@pytest.mark.parametrize(
+    "wrong", [future, lambda checkpoint: checkpoint, "module:function", 3], ids=["none", "one", "text", "int"]
+)
 def test_what_cannot_be_called_with_a_checkpoint_and_a_name_is_refused_at_the_call(tmp_path, wrong):
     """Before anything is recorded."""
     with open_run(make_config(tmp_path / "runs")) as run:

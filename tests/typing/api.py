@@ -107,7 +107,9 @@ def reporting() -> None:
         found.set_metadata({**metadata, "note": "x"})
         sizes: list[int] = [file.size for file in found.files()]
         print(found.uri, found.path, found.seq, found.metrics, sizes)
-    everything: list[ReportedCheckpoint] = get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s=1.0)
+    everything: list[ReportedCheckpoint] = get_all_reported_checkpoints(
+        CheckpointConsistencyMode.COMMITTED, timeout_s=1.0
+    )
     context = get_context()
     where: str = context.get_storage().build_checkpoint_path_from_name("name")
     size: int = context.get_world_size() + context.get_world_rank() + context.get_local_rank() + context.get_node_rank()
@@ -115,7 +117,7 @@ def reporting() -> None:
     print(everything, where, size, stop, context.get_experiment_name())
 
 
-def without_prefect() -> Result | None:
+def without_prefect() -> Result:
     pool = ThreadPoolExecutor(4)
     runs: list[Run] = []
 
@@ -139,11 +141,23 @@ def reading(result: Result) -> None:
     record_evaluation(f"{result.path}@best:loss:min", {"accuracy": 0.9}, source="nightly")
     pin(f"{result.path}@12")
     storage: Storage = open_storage("s3://bucket/prefix")
-    print(best, pairs, rows[0], rows[1:], again, latest, newer, names, storage.uri, KeepBest(2, "loss", "min"), KeepYounger(60))
+    print(
+        best,
+        pairs,
+        rows[0],
+        rows[1:],
+        again,
+        latest,
+        newer,
+        names,
+        storage.uri,
+        KeepBest(2, "loss", "min"),
+        KeepYounger(60),
+    )
 
 
 @flow
-def training(epochs: int) -> Result | None:
+def training(epochs: int) -> Result:
     with training_run(CONFIG) as run:
         for _ in range(epochs):
             run.report({"loss": 0.1})
