@@ -17,10 +17,10 @@ METADATA = ".metadata"
 
 
 def check_shards(storage: Transfers, prefix: str, sizes: Mapping[str, int], scratch: Path) -> None:
-    """Check that every shard file a DCP checkpoint's `.metadata` refers to is there, with at least the length it refers to.
+    """Check that every shard file that a DCP checkpoint's `.metadata` refers to is there, and long enough.
 
-    A DCP future that resolved proves less: writer threads may have died (pytorch#191391). Skipped for checkpoints of other
-    kinds, and in programs that have not imported torch.
+    A DCP future that resolved proves less: writer threads may have died (pytorch#191391). Skipped for checkpoints of
+    other kinds, and in programs that have not imported torch.
 
     Args:
         storage: where the files are.
@@ -49,7 +49,7 @@ def check_shards(storage: Transfers, prefix: str, sizes: Mapping[str, int], scra
 
 def _lengths(metadata: Path) -> dict[str, int]:
     """Bytes that the metadata refers to, by file; written by the very process that reads it here."""
-    import torch.distributed.checkpoint.metadata  # noqa: F401, PLC0415 - unpickling needs it
+    import torch.distributed.checkpoint.metadata  # noqa: F401 - unpickling needs it
 
     with metadata.open("rb") as file:
         body: Any = pickle.load(file)  # noqa: S301 - the program's own, written moments ago

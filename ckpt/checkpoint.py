@@ -27,8 +27,9 @@ _IN_RUN = re.compile(r"(?P<run>.+)/(?P<location>checkpoints/.+-a\d+(-\d+)?)")
 class Checkpoint:
     """A reference to a checkpoint directory.
 
-    It names files and promises nothing about them; `files()` and the downloads check against the manifest where there is
-    one, that is for every checkpoint that `report()` or `upload_checkpoint` committed. Pickles and round-trips as JSON.
+    It names files and promises nothing about them; `files()` and the downloads check against the manifest where there
+    is one, that is for every checkpoint that `report()` or `upload_checkpoint` committed. Pickles and round-trips as
+    JSON.
 
     Args:
         uri: a directory: a local path, `s3://bucket/key`, or any fsspec URI.
@@ -60,7 +61,7 @@ class Checkpoint:
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """A reference to a local directory, as `report()` takes it."""
-        return cls(os.path.abspath(os.fspath(path)))
+        return cls(os.path.abspath(os.fspath(path)))  # noqa: PTH100 - symbolic links stay as they are
 
     @property
     def uri(self) -> str:
@@ -201,9 +202,7 @@ class Checkpoint:
 
     def with_manifest(self, manifest: Manifest) -> Checkpoint:
         """The same reference, knowing its manifest."""
-        other = Checkpoint(
-            self._uri, self._credentials, storage_options=self._options, commit_uri=self._commit_uri
-        )
+        other = Checkpoint(self._uri, self._credentials, storage_options=self._options, commit_uri=self._commit_uri)
         other._manifest = manifest
         return other
 
@@ -294,7 +293,7 @@ class Checkpoint:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         """Lets a flow parameter or model field of this type be given as a URI string."""
-        from pydantic_core import core_schema  # noqa: PLC0415 - only where pydantic itself calls
+        from pydantic_core import core_schema
 
         return core_schema.no_info_plain_validator_function(
             cls.from_json, serialization=core_schema.plain_serializer_function_ser_schema(cls.to_json)
@@ -309,5 +308,5 @@ def _rebuild(
     uri: str, credentials: Credentials, options: dict[str, Any], commit_uri: str | None, metadata: dict[str, Any]
 ) -> Checkpoint:
     checkpoint = Checkpoint(uri, credentials, storage_options=options, commit_uri=commit_uri)
-    checkpoint._metadata = metadata
+    checkpoint._metadata = metadata  # noqa: SLF001 - its own module
     return checkpoint

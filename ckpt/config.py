@@ -106,7 +106,9 @@ class UploadConfig:
             raise ConfigError(f"when_full={self.when_full!r} must be 'block' or 'drop'")
         limit = self.concurrency_limit
         if limit is not None and not (isinstance(limit, str) and limit.strip()):
-            raise ConfigError(f"concurrency_limit={limit!r} must be the name of a Prefect global concurrency limit, or None")
+            raise ConfigError(
+                f"concurrency_limit={limit!r} must be the name of a Prefect global concurrency limit, or None"
+            )
         parse_bytes(self.memory_budget, "memory_budget")
 
     @property
@@ -170,7 +172,9 @@ class RunConfig:
         check_credentials(self.credentials or "env")
         check_storage_options(self.storage_options or {})
         _check_seconds(self, "stop_timeout", "lease_time")
-        if not isinstance(self.resume, str) or not (self.resume in ("latest", "best", "must", "none") or "@" in self.resume):
+        if not isinstance(self.resume, str) or not (
+            self.resume in ("latest", "best", "must", "none") or "@" in self.resume
+        ):
             raise ConfigError(
                 f"resume={self.resume!r} must be 'latest', 'best', 'must', 'none', or a reference such as '@12' or "
                 "'<storage>/<run>@best'"

@@ -173,9 +173,9 @@ def report(
 ) -> ReportHandle:
     """Report metrics, and a checkpoint if there is one, to the active run; the upload happens in the background.
 
-    No network and no hashing in the caller's thread. What the caller does to the directory, the metrics or a loop variable
-    afterwards does not reach the report; a kept directory must not be rewritten in place before its commit (that report
-    then fails, with the file's name).
+    No network and no hashing in the caller's thread. What the caller does to the directory, the metrics or a loop
+    variable afterwards does not reach the report; a kept directory must not be rewritten in place before its commit
+    (that report then fails, with the file's name).
 
     Args:
         metrics: names to numbers, strings, None, or lists and mappings of these; numpy and torch scalars are converted.

@@ -72,7 +72,10 @@ def prune(
         by_id = {manifest.id: manifest for manifest in files.manifests()}
         candidates = [
             Candidate(
-                id=item.id, metrics=notes.metrics(item.id, item.metrics), created=item.created, pinned=notes.pinned(item.id)
+                id=item.id,
+                metrics=notes.metrics(item.id, item.metrics),
+                created=item.created,
+                pinned=notes.pinned(item.id),
             )
             for item in by_id.values()
         ]
@@ -108,7 +111,9 @@ def _record(item: ReportRecord | BaseException, index: int) -> ReportRecord:
         return ReportRecord(
             seq=index, attempt=0, name="", state=ReportState.FAILED, metrics={}, reason=reason, created=time.time()
         )
-    raise ConfigError(f"records[{index}] is {type(item).__name__}; gather takes ReportRecords and the exceptions of uploads")
+    raise ConfigError(
+        f"records[{index}] is {type(item).__name__}; gather takes ReportRecords and the exceptions of uploads"
+    )
 
 
 def _retain(rows: list[ReportRecord], retention: RetentionPolicy) -> list[ReportRecord]:

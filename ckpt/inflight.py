@@ -1,7 +1,7 @@
 """What one process knows of a run it has open: slots, locations in use, and where each upload is.
 
-`upload()` gets a small picklable `Destination`; in the run's own process it finds the live state here, in another one (a
-process pool, Dask, Ray) it makes what it needs.
+`upload()` gets a small picklable `Destination`; in the run's own process it finds the live state here, in another one
+(a process pool, Dask, Ray) it makes what it needs.
 """
 
 from __future__ import annotations

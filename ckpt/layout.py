@@ -112,7 +112,8 @@ def check_relative(path: str, what: str) -> str:
     """`path` itself, if it is a plain relative POSIX path; used for names on write and manifest paths on read.
 
     Raises:
-        ConfigError: it is no string, empty, absolute, no valid Unicode, or has `.`/`..`/empty parts or control characters.
+        ConfigError: it is no string, empty, absolute, no valid Unicode, or has `.`/`..`/empty parts or control
+        characters.
     """
     if not isinstance(path, str):
         raise ConfigError(f"{what} {path!r} is {type(path).__name__}; give a string")
@@ -126,7 +127,9 @@ def check_relative(path: str, what: str) -> str:
     except UnicodeEncodeError:
         raise ConfigError(f"{what} {path!r} is not valid Unicode: give it a name that UTF-8 can hold") from None
     if size > 900:
-        raise ConfigError(f"{what} {path[:60]!r}... is over 900 bytes long; object stores allow keys of 1024 bytes in all")
+        raise ConfigError(
+            f"{what} {path[:60]!r}... is over 900 bytes long; object stores allow keys of 1024 bytes in all"
+        )
     return path
 
 

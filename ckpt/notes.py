@@ -16,7 +16,6 @@ from ckpt.manifest import decode_object
 from ckpt.metrics import Metrics
 from ckpt.storage import Objects, join_uri
 
-
 logger = logging.getLogger("ckpt")
 
 

@@ -21,7 +21,8 @@ from ckpt.errors import CkptError, FencedError, StorageError
 from ckpt.history import reference
 from ckpt.inflight import Destination, Live, Locations
 from ckpt.manifest import git_commit
-from ckpt.ordering import ReportLine, gather as gather_line
+from ckpt.ordering import ReportLine
+from ckpt.ordering import gather as gather_line
 from ckpt.publishing import Observer, Publisher, Retention, raise_if_red
 from ckpt.records import Report, ReportRecord, Submit
 from ckpt.result import Result
@@ -87,9 +88,7 @@ def finish(run: Run, error: BaseException | None) -> None:
         logger.exception("run %s could not be drained", run.config.name)
 
 
-def _start(
-    config: RunConfig, submit: Submit | None, owner: Owner, observers: list[Observer], stack: ExitStack
-) -> Run:
+def _start(config: RunConfig, submit: Submit | None, owner: Owner, observers: list[Observer], stack: ExitStack) -> Run:
     root = _storage_root(config)
     uri = join_uri(root, config.name)
     storage = _open(config, uri)
@@ -166,9 +165,7 @@ def _publisher(config: RunConfig, storage: Storage, attempt: Attempt, start: Sta
     )
 
     refer = partial(reference, config.credentials, config.storage_options)
-    return Publisher(
-        run=config.name, storage=storage, attempt=attempt, start=start, retention=retention, refer=refer
-    )
+    return Publisher(run=config.name, storage=storage, attempt=attempt, start=start, retention=retention, refer=refer)
 
 
 def _pool(destination: Destination, config: RunConfig, stack: ExitStack) -> Submit:
@@ -223,4 +220,6 @@ def _end_attempt(attempt: Attempt) -> None:
     try:
         attempt.end("ended")
     except StorageError as error:
-        logger.warning("The end of attempt %d could not be recorded; the next waits for its lease: %s", attempt.number, error)
+        logger.warning(
+            "The end of attempt %d could not be recorded; the next waits for its lease: %s", attempt.number, error
+        )

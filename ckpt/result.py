@@ -122,7 +122,7 @@ class Result:
         Raises:
             CheckpointNotFoundError: no run is there.
         """
-        from ckpt.reading import read_result  # noqa: PLC0415 - reading builds on this module
+        from ckpt.reading import read_result
 
         return read_result(uri, credentials, storage_options=storage_options)
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("ckpt")
 
 
 def run_info(config: RunConfig, storage: Objects) -> dict[str, Any]:
-    """The body of run.json: created by whoever comes first, and never changed; a differing configuration is warned about.
+    """The body of run.json: created by whoever comes first, never changed; a differing configuration is told.
 
     Raises:
         FormatError: the run was written in a format this version does not read.

@@ -130,7 +130,9 @@ class KeepAny(_Policy):
 def rank(candidates: Sequence[Candidate], attribute: str, order: ScoreOrder) -> list[Candidate]:
     """Those that have a score, best first; of equal scores the later first. NaN is no score."""
     sign = 1.0 if order == "max" else -1.0
-    scored = [(sign * score, item.id, item) for item in candidates if (score := score_of(item.metrics, attribute)) is not None]
+    scored = [
+        (sign * score, item.id, item) for item in candidates if (score := score_of(item.metrics, attribute)) is not None
+    ]
     return [item for _, _, item in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
 
 

@@ -98,7 +98,13 @@ class Run:
     """An open run. Made by `open_run` and `training_run`; its `report` is `ckpt.report` inside the block."""
 
     def __init__(
-        self, config: RunConfig, destination: Destination, live: Live, publisher: Publisher, submit: Submit, first_seq: int
+        self,
+        config: RunConfig,
+        destination: Destination,
+        live: Live,
+        publisher: Publisher,
+        submit: Submit,
+        first_seq: int,
     ) -> None:
         self.config = config
         self.destination = destination
@@ -225,7 +231,9 @@ class Run:
         if self._closed:
             raise CkptError(f"run {self.config.name} has ended; reports are made inside its `with` block")
         if self._fenced is not None or self.publisher.fenced:
-            raise self._fenced or FencedError(f"another driver took {self.uri} over; this run publishes nothing any more")
+            raise self._fenced or FencedError(
+                f"another driver took {self.uri} over; this run publishes nothing any more"
+            )
         if self._ordering is not None:
             try:
                 self._ordering.result(0)
@@ -254,7 +262,9 @@ class Run:
     ) -> Report:
         """Everything that can be validated, validated; nothing has happened yet if this raises."""
         if mode is not None and not isinstance(mode, CheckpointUploadMode):
-            raise ConfigError(f"checkpoint_upload_mode={mode!r} must be a CheckpointUploadMode, such as CheckpointUploadMode.ASYNC")
+            raise ConfigError(
+                f"checkpoint_upload_mode={mode!r} must be a CheckpointUploadMode, such as CheckpointUploadMode.ASYNC"
+            )
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise ConfigError(
                 f"checkpoint must be a ckpt.Checkpoint, not {type(checkpoint).__name__}: "

@@ -18,8 +18,8 @@ class DroppedError(Exception):
 class UploadSlots:
     """Slots in line order, and the bound on what is pending.
 
-    A report takes its place in line at its `report()` call and its slot in the upload task, so that slots are granted in
-    seq order whatever order the tasks' threads start in.
+    A report takes its place in line at its `report()` call and its slot in the upload task, so that slots are granted
+    in seq order whatever order the tasks' threads start in.
 
     Args:
         slots: uploads at once.
@@ -78,7 +78,9 @@ class UploadSlots:
         with self._changed:
             if seq not in self._line and seq not in self._dropped:
                 self._line.append(seq)  # a task run on its own, without a report() before it
-            ready = self._changed.wait_for(lambda: seq in self._dropped or (self._free > 0 and self._line[0] == seq), timeout)
+            ready = self._changed.wait_for(
+                lambda: seq in self._dropped or (self._free > 0 and self._line[0] == seq), timeout
+            )
             reason = self._dropped.get(seq)
             self._forget(seq)
             if reason is not None or not ready:

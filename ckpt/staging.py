@@ -1,10 +1,10 @@
 """Staging: what the trainer does to its directory after `report()` must not reach the upload.
 
 A directory that will be deleted is renamed away (O(1)) and an empty one left in its place; one that is kept is
-hard-linked, so that its owner may rotate it. Either needs a folder on the same file system; where none is found the files
-are copied inside the call (and, if they are to be deleted, deleted there: a later save into the same directory must not
-meet a deletion that was meant for this one). The files' sizes and times are noted at the call, and checked again after
-each was read.
+hard-linked, so that its owner may rotate it. Either needs a folder on the same file system; where none is found the
+files are copied inside the call (and, if they are to be deleted, deleted there: a later save into the same directory
+must not meet a deletion that was meant for this one). The files' sizes and times are noted at the call, and checked
+again after each was read.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Source:
 def scan(root: Path) -> Source:
     """List a directory: files, empty folders, modes, sizes; symbolic links that stay inside are followed.
 
-    What vanishes meanwhile is left out: an async writer may be at work, renaming its temporary files. So are, as in every
-    listing, files in flight of a storage of ours that is rooted here.
+    What vanishes meanwhile is left out: an async writer may be at work, renaming its temporary files. So are, as in
+    every listing, files in flight of a storage of ours that is rooted here.
 
     Raises:
         ConfigError: it is missing, not a directory, or holds what cannot be stored (a link that is broken, escapes or
@@ -146,13 +146,17 @@ def _walk(
                 )
             )
         else:
-            raise ConfigError(f"{path} in {root} is a socket, FIFO or device; a checkpoint can hold files and folders only")
+            raise ConfigError(
+                f"{path} in {root} is a socket, FIFO or device; a checkpoint can hold files and folders only"
+            )
 
 
 def _resolve(root: str, entry: os.DirEntry[str], path: str) -> str:
     real = os.path.realpath(entry.path)
     if not os.path.exists(real):
-        raise ConfigError(f"symbolic link {path} in {root} is broken (it points to {os.readlink(entry.path)}): remove it")
+        raise ConfigError(
+            f"symbolic link {path} in {root} is broken (it points to {os.readlink(entry.path)}): remove it"
+        )
     if os.path.commonpath((root, real)) != root:
         raise ConfigError(f"symbolic link {path} in {root} leaves the checkpoint (to {real}): copy the file instead")
     return real
@@ -209,7 +213,7 @@ class Staging:
         raise StorageFullError(f"no staging folder can be written: tried {', '.join(map(str, self._candidates))}")
 
     def keep(self, source: Source, seq: int, kind: str = "") -> Path:
-        """Move the staged copy of report `seq` to where no sweep takes it, in place of earlier reports' of the same kind.
+        """Move the staged copy of report `seq` to where no sweep takes it; earlier reports' of the kind make room.
 
         Returns:
             Where the files are.
@@ -309,9 +313,7 @@ def _mkdir(path: Path) -> Path:
 
 
 def _at(source: Source, root: Path) -> Source:
-    return Source(
-        root=root, original=source.original, files=source.files, empty_dirs=source.empty_dirs, staged=True
-    )
+    return Source(root=root, original=source.original, files=source.files, empty_dirs=source.empty_dirs, staged=True)
 
 
 def _move(source: Source, target: Path) -> None:

@@ -50,7 +50,9 @@ def upload_files(
             raise
         source.check(file)
         if receipt.size != file.size:
-            raise SourceChangedError(f"{file.path} of {source.original} had {file.size} bytes at the call, {receipt.size} now")
+            raise SourceChangedError(
+                f"{file.path} of {source.original} had {file.size} bytes at the call, {receipt.size} now"
+            )
         return FileEntry(path=file.path, size=receipt.size, digest=receipt.digest, mode=file.mode), receipt
 
     done = _each(one, source.files, progress)
@@ -105,13 +107,17 @@ def check_arrived(objects: Objects, prefix: str, receipts: dict[str, Receipt]) -
                 f"{path} under {objects.uri}/{prefix} has {entry.size} bytes after an upload of {receipt.size}"
             )
         if entry.etag and receipt.etag and entry.etag != receipt.etag:
-            raise CorruptCheckpointError(f"{path} under {objects.uri}/{prefix} was replaced after its upload (etag differs)")
+            raise CorruptCheckpointError(
+                f"{path} under {objects.uri}/{prefix} was replaced after its upload (etag differs)"
+            )
 
 
 def list_files(storage: Storage, prefix: str = "") -> tuple[FileEntry, ...]:
     """The files under `prefix` (with its final slash) as the store lists them, for a checkpoint that we did not upload."""
     return tuple(
-        FileEntry(path=entry.key.removeprefix(prefix), size=entry.size, digest=f"etag:{entry.etag}" if entry.etag else None)
+        FileEntry(
+            path=entry.key.removeprefix(prefix), size=entry.size, digest=f"etag:{entry.etag}" if entry.etag else None
+        )
         for entry in storage.list(prefix)
         if not entry.key.endswith("/")
     )

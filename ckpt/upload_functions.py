@@ -28,9 +28,9 @@ PASS_THROUGH = (KeyboardInterrupt, SystemExit, GeneratorExit)
 def freeze_function(fn: Any) -> Any:
     """Bind the closure of a plain function now: a loop variable rebound by the next epoch must not redirect an upload.
 
-    Only variables that the function reads are bound; what it rebinds itself (`nonlocal`) stays shared, and so does what has
-    no value yet. Functions of the same module that it closes over are frozen as well (a decorator's wrapper closes over what
-    it wraps), and so is what a partial calls. Bound methods and other callables are returned as they are.
+    Only variables that the function reads are bound; what it rebinds itself (`nonlocal`) stays shared, and so does what
+    has no value yet. Functions of the same module that it closes over are frozen as well (a decorator's wrapper closes
+    over what it wraps), and so is what a partial calls. Bound methods and other callables are returned as they are.
     """
     return _frozen(fn, {})
 
@@ -86,7 +86,8 @@ def call_upload_fn(
 ) -> Checkpoint:
     """Call `fn(checkpoint, name)` and wait until it, and whatever it returned, is done.
 
-    It runs in a daemon thread with this thread's context, so that a function that never returns cannot hang the process.
+    It runs in a daemon thread with this thread's context, so that a function that never returns cannot hang the
+    process.
 
     Args:
         fn: the custom function.
@@ -130,10 +131,14 @@ def call_upload_fn(
     except Exception:
         raise
     except BaseException as error:  # torch's CheckpointException is one
-        raise UploadFunctionError(f"checkpoint_upload_fn {name_of(fn)} raised {type(error).__name__}: {error}") from error
+        raise UploadFunctionError(
+            f"checkpoint_upload_fn {name_of(fn)} raised {type(error).__name__}: {error}"
+        ) from error
 
 
-def _settle(outcome: Future[Checkpoint], *, value: Checkpoint | None = None, error: BaseException | None = None) -> None:
+def _settle(
+    outcome: Future[Checkpoint], *, value: Checkpoint | None = None, error: BaseException | None = None
+) -> None:
     """Set the outcome unless it is set: of the function's end and an abort, the first counts."""
     try:
         if error is not None:

@@ -1,7 +1,7 @@
 """One report's upload: move or call, verify, commit. This is what the `upload_checkpoint` task runs.
 
-Order of things, for every mode: files first; then a look into the store that they are all there; then the manifest, by one
-`create`; then a check that no newer driver exists; only then is anything local deleted.
+Order of things, for every mode: files first; then a look into the store that they are all there; then the manifest, by
+one `create`; then a check that no newer driver exists; only then is anything local deleted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def no_limit(_flight: Flight) -> AbstractContextManager[None]:
 
 
 def upload(report: Report, destination: Destination, *, limit: Limit = no_limit) -> ReportRecord:
-    """Upload one report of a run and commit it. All or nothing: the record is COMMITTED and the checkpoint exists, or not.
+    """Upload one report of a run and commit it, all or nothing: COMMITTED, and the checkpoint exists, or not.
 
     Args:
         report: as `report()` froze it.
@@ -244,7 +244,7 @@ class _Upload:
             raise UploadFailedError(self._fenced(error)) from error
         except PASS_THROUGH:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, the report ends FAILED with it as the reason
             return self._failed(error)
 
     @contextmanager
@@ -342,7 +342,9 @@ class _Upload:
             raise CheckpointNotFoundError(f"nothing is at {checkpoint.uri}; a checkpoint has at least one file")
         return files, empty
 
-    def _manifest(self, location: str, files: tuple[FileEntry, ...], empty: tuple[str, ...], uploaded_by: str) -> Manifest:
+    def _manifest(
+        self, location: str, files: tuple[FileEntry, ...], empty: tuple[str, ...], uploaded_by: str
+    ) -> Manifest:
         report, target = self.report, self.target
         return Manifest(
             seq=report.seq, attempt=target.attempt, name=report.name, location=location, files=files, empty_dirs=empty,
@@ -468,5 +470,3 @@ def _line(record: ReportRecord) -> str:
     waited = record.timings.slot_wait + record.timings.limit_wait
     held = f", waited {waited:.1f} s" if waited >= 1 else ""
     return f"committed {record.seq} {record.name}: {record.nbytes / 2**20:.2f} MiB in {took:.2f} s{rate}{held}"
-
-
