@@ -210,7 +210,12 @@ def make_folders(path: Path) -> None:
     if path.is_dir():
         return
     make_folders(path.parent)
-    path.mkdir(exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:  # never passed on: it would be taken for the object's own existence
+        if not stat.S_ISDIR(path.stat().st_mode):  # one look: it can be gone, and be there again, at any moment
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+        return
     _sync_folder(path.parent)
 
 
@@ -261,7 +266,7 @@ def _open_new(path: Path) -> int:
 
 def _insist(path: Path, action: Callable[[], T]) -> T:
     """Do `action` in the folder of `path`, made again if somebody's delete removes it as empty in between."""
-    for _ in range(20):
+    for _ in range(100):
         with contextlib.suppress(FileNotFoundError):
             make_folders(path.parent)
             return action()

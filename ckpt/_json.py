@@ -53,4 +53,8 @@ def _tag(value: Any) -> Any:
 
 
 def _untag(item: dict[str, Any]) -> Any:
-    return float(item[_TAG]) if item.keys() == {_TAG} else item
+    if item.keys() != {_TAG}:
+        return item
+    if item[_TAG] not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{_TAG} is {item[_TAG]!r:.40}")
+    return float(item[_TAG])

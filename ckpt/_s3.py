@@ -51,7 +51,8 @@ class S3Storage:
         storage_options: options of s3fs without secrets; `region` is understood too.
         memory_budget: bytes that all transfers of this storage together may hold.
         stall_timeout: seconds without a moved byte after which a transfer is cancelled.
-        part_size: bytes of a part of a multipart upload; grows with the file so that 10,000 parts are enough.
+        part_size: bytes of a part of a multipart upload; grows with the file so that 10,000 parts are enough. Left out:
+            16 MiB, or less where four such do not fit into the budget.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class S3Storage:
         storage_options: Mapping[str, Any] | None = None,
         memory_budget: int = MEMORY_BUDGET,
         stall_timeout: float = STALL_TIMEOUT,
-        part_size: int = PART_SIZE,
+        part_size: int | None = None,
     ) -> None:
         self._uri = normalize_uri(uri)
         if scheme_of(self._uri) != "s3":
             raise ConfigError(f"storage URI {self._uri!r} is not of S3")
+        if part_size is None:
+            part_size = max(MIN_PART_SIZE, min(PART_SIZE, memory_budget // 4))
         if not MIN_PART_SIZE <= part_size <= memory_budget:
             raise ConfigError(
                 f"memory_budget ({memory_budget} bytes) must hold a part ({part_size}), a part at least {MIN_PART_SIZE}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpt.attempts import Attempt, Found
 from ckpt.commits import read_commit, read_manifests
 from ckpt.errors import FormatError, NewerFormatError
-from ckpt.history import History, covered
+from ckpt.history import History
 from ckpt.inflight import Live
 from ckpt.layout import CommitId
 from ckpt.manifest import Manifest, Tombstone
@@ -29,7 +29,7 @@ def adopt(publisher: Publisher, live: Live, found: Found, first_seq: int) -> Non
         for manifest in read_manifests(live.attempt.objects, [c for c in found.commits if found.lineage.counts(c)])
     }
     history = History(objects=live.attempt.objects, refer=publisher.refer, lineage=found.lineage)
-    missing = sorted(set(range(first_seq)) - covered(history))
+    missing = sorted(set(range(first_seq)) - history.seqs())
     rows = [_row(publisher, live.attempt, found, manifests, seq) for seq in missing]
     committed = {seq: record_of(publisher, manifest) for seq, manifest in manifests.items()}
     committed |= {row.seq: row for row in rows if row.checkpoint is not None}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import getpass
 import logging
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +52,7 @@ class Owner:
     pid: int = field(default_factory=os.getpid)
     started: int = field(default_factory=lambda: start_time(os.getpid()) or 0)
     """The process's start, in the kernel's ticks: a pid alone may be another process's by now."""
-    user: str = field(default_factory=lambda: _user())
+    user: str = field(default_factory=lambda: _user())  # noqa: PLW0108 - defined below
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
     flow_run_id: str | None = None
     run_count: int = 0
@@ -169,7 +168,7 @@ def claim(
     choose: Choose,
     *,
     lease_time: float = LEASE_TIME,
-    wait: Callable[[float], object] = threading.Event().wait,
+    wait: Callable[[float], object] = time.sleep,
     upkeep: bool = False,
 ) -> tuple[Attempt, Start, Found]:
     """Become the owner of the run's next attempt.
@@ -326,38 +325,44 @@ def enforces_create(objects: Objects) -> bool:
 
 
 def _create_probe(objects: Objects, key: str) -> None:
-    try:
+    with suppress(ObjectExistsError):  # ours, from a try whose answer got lost
         objects.create(key, b"1")
-    except ObjectExistsError:
-        pass  # ours, from a try whose answer got lost
 
 
 @dataclass(frozen=True, slots=True)
 class LooksFirst:
-    """Objects of a store that ignores the condition of `create`: looks first, which narrows the race and keeps one process
-    right, and no more."""
+    """Objects of a store that ignores the condition of `create`.
+
+    It looks first, which narrows the race and keeps one process right, and no more.
+    """
 
     inner: Objects
 
     @property
     def uri(self) -> str:
+        """See `Objects`."""
         return self.inner.uri
 
     def create(self, key: str, data: bytes) -> None:
+        """Look, then create."""
         if any(entry.key == key for entry in self.inner.list(key)):
             raise ObjectExistsError(f"create {join_uri(self.uri, key)}: it exists")
         self.inner.create(key, data)
 
     def write(self, key: str, data: bytes) -> None:
+        """See `Objects`."""
         self.inner.write(key, data)
 
     def read(self, key: str) -> bytes:
+        """See `Objects`."""
         return self.inner.read(key)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See `Objects`."""
         return self.inner.list(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
+        """See `Objects`."""
         self.inner.delete(keys)
 
 

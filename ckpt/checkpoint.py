@@ -173,6 +173,8 @@ class Checkpoint:
             CorruptCheckpointError: a file is not what the manifest says.
         """
         target = Path(tempfile.mkdtemp(prefix="checkpoint-")) if path is None else Path(path).absolute()
+        if target.is_symlink():
+            raise ConfigError(f"cannot restore into {target}: it is a symbolic link; name the directory that it leads to")
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"cannot restore into {target}: it exists and is not an empty directory; name a new one")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -107,11 +107,11 @@ def _start(attempt: int, body: Mapping[str, Any], where: str) -> Start:
         return Start(
             attempt=attempt,
             first_seq=int(body["first_seq"]),
-            resumed_from=None if origin is None else CommitId(*origin),
+            resumed_from=None if origin is None else CommitId(*map(int, origin)),
             origin=str(body.get("origin", "")),
             upkeep=bool(body.get("upkeep", False)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"{where} is not a start object: {error!r}") from error
 
 
@@ -126,10 +126,14 @@ def read_commit(objects: Objects, commit: CommitId) -> Manifest | Tombstone | No
     Raises:
         FormatError: it is damaged or of a newer format.
     """
+    where = join_uri(objects.uri, commit.key)
     try:
-        return decode_commit(objects.read(commit.key), join_uri(objects.uri, commit.key))
+        found = decode_commit(objects.read(commit.key), where)
     except ObjectNotFoundError:
         return None
+    if found.id != commit:
+        raise FormatError(f"{where} holds report {found.seq} of attempt {found.attempt}, which its name is not")
+    return found
 
 
 def read_manifests(objects: Objects, commits: Iterable[CommitId]) -> Iterator[Manifest]:

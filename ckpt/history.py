@@ -73,6 +73,10 @@ class History(Sequence[ReportRecord]):
     _pieces: list[_Piece] | None = field(default=None, repr=False)
     _cached: tuple[Segment, list[ReportRecord]] | None = field(default=None, repr=False)
 
+    def seqs(self) -> set[int]:
+        """Seqs that have a row; one listing."""
+        return {seq for piece in self._index() for seq in range(piece.first, piece.last + 1)}
+
     def __len__(self) -> int:
         pieces = self._index()
         stored = pieces[-1].position + pieces[-1].last - pieces[-1].first + 1 if pieces else 0
@@ -163,11 +167,6 @@ def _damaged(segment: Segment, seq: int) -> ReportRecord:
         metrics={},
         reason=f"its row in {segment.key} cannot be read",
     )
-
-
-def covered(history: History) -> set[int]:
-    """Seqs that have a row."""
-    return {seq for piece in history._index() for seq in range(piece.first, piece.last + 1)}
 
 
 def commit_of(record: ReportRecord) -> CommitId:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ckpt._json import encode, loads
 from ckpt.errors import ConfigError, FormatError, NewerFormatError
 from ckpt.layout import FORMAT, CommitId, check_relative
 from ckpt.metrics import Metrics
+from ckpt.storage import normalize_uri
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,10 @@ class Manifest:
     """Unix seconds of this object's creation, by the owner's clock."""
     versions: Mapping[str, str] = field(default_factory=dict)
     git_commit: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_location(self.location)
+        _check_tree(self.files, self.empty_dirs)
 
     @property
     def id(self) -> CommitId:
@@ -111,6 +118,14 @@ class Tombstone:
 
 _FIELDS = tuple(name for name in Manifest.__dataclass_fields__ if name != "files")
 _TOMBSTONE_FIELDS = tuple(Tombstone.__dataclass_fields__)
+_ABSOLUTE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.-]*://")
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "seq": (int,), "attempt": (int,), "name": (str,), "location": (str,), "metrics": (dict,), "metadata": (dict,),
+    "run": (str,), "run_id": (str,), "nonce": (str,), "uploaded_by": (str,), "created": (int, float),
+    "committed": (int, float), "versions": (dict,), "git_commit": (str, NoneType), "state": (str,), "reason": (str,),
+    "size": (int,), "mode": (int,), "digest": (str, NoneType),
+}  # fmt: skip
+"""What the fields of a commit object are, in JSON."""
 
 
 def decode_commit(data: bytes, where: str) -> Manifest | Tombstone:
@@ -122,11 +137,10 @@ def decode_commit(data: bytes, where: str) -> Manifest | Tombstone:
     body = decode_object(data, where)
     try:
         if body["kind"] == "tombstone":
-            return Tombstone(**{key: body[key] for key in _TOMBSTONE_FIELDS if key in body})
-        files = tuple(_file(item) for item in body["files"])
-        dirs = tuple(check_relative(item, "folder") for item in body["empty_dirs"])
-        known = {key: body[key] for key in _FIELDS if key in body and key != "empty_dirs"}
-        return Manifest(**known, files=files, empty_dirs=dirs)
+            return Tombstone(**typed(body, _TOMBSTONE_FIELDS))
+        files = tuple(FileEntry(path=item["path"], **typed(item, ("size", "digest", "mode"))) for item in body["files"])
+        known = typed(body, (name for name in _FIELDS if name != "empty_dirs"))
+        return Manifest(**known, files=files, empty_dirs=tuple(body["empty_dirs"]))
     except (KeyError, TypeError, ConfigError) as error:
         raise FormatError(f"{where} is not a commit object of format {FORMAT}: {error}") from error
 
@@ -141,6 +155,8 @@ def decode_object(data: bytes, where: str) -> dict[str, Any]:
     body = loads(data, where)
     if not isinstance(body, dict):
         raise FormatError(f"{where} holds a {type(body).__name__}, not an object")
+    if not isinstance(body.get("format", FORMAT), int):
+        raise FormatError(f"{where} has format {body['format']!r:.40}, which is no number")
     if body.get("format", FORMAT) > FORMAT:
         raise NewerFormatError(
             f"{where} has format {body['format']}, newer than the {FORMAT} that this version reads: upgrade prefect-ckpt"
@@ -148,9 +164,49 @@ def decode_object(data: bytes, where: str) -> dict[str, Any]:
     return body
 
 
-def _file(item: Mapping[str, Any]) -> FileEntry:
-    known = {key: item[key] for key in ("size", "digest", "mode") if key in item}
-    return FileEntry(path=check_relative(item["path"], "file"), **known)
+def typed(
+    body: Mapping[str, Any], names: Iterable[str], types: Mapping[str, tuple[type, ...]] = _TYPES
+) -> dict[str, Any]:
+    """Those of the fields that are there, each of its type; numbers that count something are not negative.
+
+    Raises:
+        TypeError: one is of another type; it is named.
+    """
+    found = {name: body[name] for name in names if name in body}
+    for name, value in found.items():
+        kinds = types[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise TypeError(f"{name} is {value!r:.40}")
+        if kinds == (int,) and value < 0:
+            raise TypeError(f"{name} is {value}, below 0")
+    return found
+
+
+def _check_location(location: str) -> None:
+    if _ABSOLUTE.match(location):
+        normalize_uri(location)
+    else:
+        check_relative(location, "location")
+
+
+def _check_tree(files: tuple[FileEntry, ...], folders: tuple[str, ...]) -> None:
+    """Every path is plain, and all of them fit into one directory."""
+    paths = {check_relative(file.path, "file") for file in files}
+    if len(paths) != len(files):
+        raise ConfigError("a file is listed twice")
+    for folder in folders:
+        check_relative(folder, "folder")
+    for folder in {above for path in (*paths, *(f"{folder}/" for folder in folders)) for above in _above(path)}:
+        if folder in paths:
+            raise ConfigError(f"{folder!r} is a file and a folder at once")
+
+
+def _above(path: str) -> Iterator[str]:
+    """The folders that `path` lies in."""
+    end = path.find("/")
+    while end != -1:
+        yield path[:end]
+        end = path.find("/", end + 1)
 
 
 @cache

@@ -304,7 +304,8 @@ class Publisher:
         last = latest or self._last
         totals = replace(self.totals, retained_bytes=sum(record.nbytes for record in retained))
         return Result(
-            run=self.run, path=self._storage.uri, checkpoint=latest and latest.checkpoint, metrics=dict(last.metrics) if last else {},
+            run=self.run, path=self._storage.uri, checkpoint=latest.checkpoint if latest else None,
+            metrics=dict(last.metrics) if last else {},
             best_checkpoints=[(record.checkpoint, record.metrics) for record in retained if record.checkpoint],
             history=self._unflushed if lineage is None else self._history(lineage), totals=totals, error=error,
             score_attribute=self._retention.score_attribute, score_order=self._retention.score_order,

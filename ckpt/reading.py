@@ -23,7 +23,6 @@ from ckpt.result import Result, Totals
 from ckpt.retention import Candidate, ScoreOrder, rank
 from ckpt.storage import Storage, join_uri, normalize_uri, open_storage
 
-
 _BEST = re.compile(r"best(:(?P<metric>.+):(?P<order>max|min))?")
 _REFERENCE = re.compile(rf"(?P<run>.*)@(?P<which>[^/@]*|{_BEST.pattern})")
 
@@ -238,7 +237,7 @@ def list_runs(
     """The runs under a storage path, by name. Costs a few requests per run, and one listing of the whole path."""
     root = normalize_uri(storage_path)
     storage = open_storage(root, credentials=credentials or "env", storage_options=storage_options)
-    names = sorted({key.split("/")[0] for key in (entry.key for entry in storage.list()) if key.count("/") == 1 and key.endswith(f"/{RUN}")})
+    names = sorted(entry.key.split("/")[0] for entry in storage.list() if entry.key.split("/")[1:] == [RUN])
     return [_summary(open_run_files(join_uri(root, name), credentials, storage_options=storage_options)) for name in names]
 
 
@@ -265,7 +264,7 @@ def record_evaluation(
 
 def pin(
     ref: str,
-    pinned: bool = True,
+    pinned: bool = True,  # noqa: FBT001, FBT002 - reads as it is meant: pin(ref), pin(ref, False)
     *,
     credentials: Credentials | None = None,
     storage_options: Mapping[str, Any] | None = None,

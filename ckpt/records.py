@@ -168,6 +168,7 @@ class Pending(Protocol[T_co]):
 
     def result(self, timeout: float | None = None) -> T_co:
         """The value, or what the work raised; `TimeoutError` after `timeout` seconds."""
+        ...
 
     def add_done_callback(self, fn: Callable[[Any], None], /) -> None:
         """Call `fn` once the work is over, from any thread."""

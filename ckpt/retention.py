@@ -31,6 +31,7 @@ class RetentionPolicy(Protocol):
 
     def keep(self, candidates: Sequence[Candidate]) -> set[CommitId]:
         """The ids to keep, out of `candidates` in seq order. Whatever it says, latest, best and pinned ones stay."""
+        ...
 
 
 class _Policy:

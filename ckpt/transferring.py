@@ -75,7 +75,7 @@ def download_files(
         if problem := mismatch(file, receipt):
             path.unlink()
             raise CorruptCheckpointError(f"{file.path} of {storage.uri}/{prefix} {problem}")
-        path.chmod(file.mode)
+        path.chmod(file.mode & 0o777)  # no set-user-id: whoever wrote the manifest is not who restores it
 
     _each(one, list(files), progress)
 

@@ -38,18 +38,22 @@ class Row(Protocol):
     @property
     def seq(self) -> int:
         """Place on the x axis."""
+        ...
 
     @property
     def state(self) -> str:
         """What became of the report."""
+        ...
 
     @property
     def metrics(self) -> Mapping[str, Any]:
         """Nested mappings are found as `a/b`."""
+        ...
 
     @property
     def checkpoint(self) -> object | None:
         """Not None for a report that has a committed checkpoint."""
+        ...
 
 
 def metrics_svg(rows: Iterable[Row], metrics: Sequence[str], *, best: int | None = None) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers import DEADLINE, make_checkpoint, make_config, reasons, states, storage_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckpt import (
     CheckpointConsistencyMode,
@@ -169,11 +170,15 @@ def test_a_dead_upload_at_the_head_is_given_up_and_cannot_commit_any_more(tmp_pa
 def test_the_death_of_the_ordering_task_is_told_at_the_next_report(tmp_path, storage_path, wrap_storage):
     """What nobody would publish is not accepted, and the run ends with the same error."""
     wrap_storage(FailOnceStorage, "create", "history/*", error=RuntimeError("a bug"), times=100)
-    with pytest.raises(OrderingError, match="a bug"), open_run(make_config(storage_path)) as run:
+
+    def train(run: Run) -> None:
         report(run, tmp_path, 0)
         assert isinstance(run._ordering.exception(DEADLINE), RuntimeError)
         with pytest.raises(OrderingError, match="a bug"):
             run.report({"loss": 1.0})
+
+    with pytest.raises(OrderingError, match="a bug"), open_run(make_config(storage_path)) as run:
+        train(run)
 
 
 def test_reports_without_a_checkpoint_wait_for_nothing_but_their_place(tmp_path, storage_path, wrap_storage):

@@ -40,11 +40,22 @@ WRITES = {"create", "write", "delete", "upload"}
 NAMES = ("owner", "second", "third")
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """An interleaving broke an invariant."""
 
 
 # ------------------------------------------------------------------------------------------------------ the scheduler
+
+
+Call = tuple[str, str]
+"""Verb and key."""
+
+
+def _taken() -> threading.Lock:
+    """A lock as a binary semaphore that starts at 0: much faster than `threading.Semaphore`, and there are many steps."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 @dataclass(slots=True)
@@ -56,8 +67,8 @@ class Actor:
     call: Call | None = None
     """What it will do next; None: it is done."""
     error: BaseException | None = None
-    go: threading.Lock = field(default_factory=lambda: _taken())
-    back: threading.Lock = field(default_factory=lambda: _taken())
+    go: threading.Lock = field(default_factory=_taken)
+    back: threading.Lock = field(default_factory=_taken)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=self.name, daemon=True).start()
@@ -84,17 +95,6 @@ class Actor:
             self.error = error
         self.call = None
         self.back.release()
-
-
-def _taken() -> threading.Lock:
-    """A lock as a binary semaphore that starts at 0: much faster than `threading.Semaphore`, and there are many steps."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-Call = tuple[str, str]
-"""Verb and key."""
 
 
 def independent(one: Call, other: Call) -> bool:
@@ -183,7 +183,7 @@ def explore(scenario: Scenario) -> int:
         How many were run to their ends.
 
     Raises:
-        Violation: one of them broke an invariant; the message has the schedule.
+        ViolationError: one of them broke an invariant; the message has the schedule.
     """
     stack: list[Node] = []
     ended = 0
@@ -218,7 +218,7 @@ def _replay(scenario: Scenario, stack: list[Node]) -> bool:
         raise AssertionError
     except AssertionError as error:
         said = "\n".join(f"  {world.actors[node.current].name}: {' '.join(node.pending[node.current])}" for node in stack)
-        raise Violation(f"{error}\nin the schedule\n{said}") from error
+        raise ViolationError(f"{error}\nin the schedule\n{said}") from error
     finally:
         _let_all_end(world)
 
@@ -561,7 +561,7 @@ def test_listing_before_claiming_is_caught() -> None:
         owner(world, 1)
         wrong(world)
 
-    with pytest.raises(Violation) as caught:
+    with pytest.raises(ViolationError) as caught:
         explore(scenario)
     print(caught.value)
 
@@ -574,6 +574,6 @@ def test_acknowledging_without_a_fence_check_is_caught(monkeypatch: pytest.Monke
         owner(world, 1)
         newcomer(world)
 
-    with pytest.raises(Violation) as caught:
+    with pytest.raises(ViolationError) as caught:
         explore(scenario)
     print(caught.value)

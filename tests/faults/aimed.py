@@ -115,6 +115,12 @@ class Figures:
     collected: int = 0
     """Locations that garbage collection removed."""
     problems: list[str] = field(default_factory=list)
+    stop_when_found: bool = False
+    """Whether the first torn or lost one is enough."""
+
+    @property
+    def enough(self) -> bool:
+        return self.stop_when_found and bool(self.torn or self.lost)
 
     def __str__(self) -> str:
         return f"{self.points} crash points, torn {self.torn}, lost {self.lost}, {self.collected} orphans collected"
@@ -293,7 +299,7 @@ def first_attempt(new_root: Callable[[], str], figures: Figures) -> None:
     for k in _until_survival():
         root = new_root()
         life = live(root, Fuse(k))
-        if not life.died:
+        if not life.died or figures.enough:
             return
         after_crash(f"{root}/run", root, figures, life.acked, f"first attempt stopped after {k}")
 

@@ -12,7 +12,7 @@ from ckpt import publishing
 from ckpt.layout import CHECKPOINTS
 
 sys.path.insert(0, str(Path(__file__).parent))  # beside this file, not in tests/: it is a program of its own
-import aimed  # noqa: E402
+import aimed
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,8 @@ def quiet() -> object:
     logging.disable(logging.NOTSET)
 
 
-def _hunt(store: str, plan) -> aimed.Figures:
-    figures = aimed.Figures()
+def _hunt(store: str, plan, *, stop_when_found: bool = False) -> aimed.Figures:
+    figures = aimed.Figures(stop_when_found=stop_when_found)
     with aimed.roots(store) as new_root:
         plan(new_root, figures)
     print(f"{plan.__name__} on {store}: {figures}")
@@ -52,7 +52,7 @@ def test_deleting_the_files_before_the_commit_is_caught(monkeypatch):
         storage.delete([commit.key])
 
     monkeypatch.setattr(publishing, "delete_checkpoint", wrong)
-    assert _hunt("memory", aimed.first_attempt).torn > 0
+    assert _hunt("memory", aimed.first_attempt, stop_when_found=True).torn > 0
 
 
 @pytest.mark.slow
@@ -67,4 +67,4 @@ def test_acknowledging_what_is_not_committed_is_caught(monkeypatch):
             return aimed.ReportRecord(seq=report.seq, attempt=1, name="", state=aimed.ReportState.COMMITTED, metrics={})
 
     monkeypatch.setattr(aimed, "upload", hasty)
-    assert _hunt("memory", aimed.first_attempt).lost > 0
+    assert _hunt("memory", aimed.first_attempt, stop_when_found=True).lost > 0
