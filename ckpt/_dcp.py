@@ -1,9 +1,8 @@
-"""What torch's distributed checkpoints (DCP) need; the only module that imports torch, and only where a program has."""
+"""What torch's distributed checkpoints (DCP) need, without torch and without trusting the files."""
 
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,17 @@ from ckpt.storage import Transfers
 from ckpt.transferring import ignore_progress
 
 METADATA = ".metadata"
-"""The file that DCP writes last."""
+"""The file that DCP writes last: a pickle."""
+_PICKLE = b"\x80"
+"""What every pickle since protocol 2 begins with; a file of that name that does not is somebody else's."""
 
 
 def check_shards(storage: Transfers, prefix: str, sizes: Mapping[str, int], scratch: Path) -> None:
-    """Check that every shard file that a DCP checkpoint's `.metadata` refers to is there, and long enough.
+    """Check that every shard file a DCP checkpoint's `.metadata` refers to is there, with at least the length it refers
+    to.
 
     A DCP future that resolved proves less: writer threads may have died (pytorch#191391). Skipped for checkpoints of
-    other kinds, and in programs that have not imported torch.
+    other kinds.
 
     Args:
         storage: where the files are.
@@ -29,9 +31,9 @@ def check_shards(storage: Transfers, prefix: str, sizes: Mapping[str, int], scra
         scratch: a folder for the copy of `.metadata`.
 
     Raises:
-        CorruptCheckpointError: a shard is missing or too short; it is named.
+        CorruptCheckpointError: a shard is missing or too short, or `.metadata` cannot be read; the file is named.
     """
-    if METADATA not in sizes or "torch" not in sys.modules:
+    if METADATA not in sizes:
         return
     copy = scratch / "metadata"
     storage.download(prefix + METADATA, copy, progress=ignore_progress)
@@ -47,15 +49,58 @@ def check_shards(storage: Transfers, prefix: str, sizes: Mapping[str, int], scra
             )
 
 
-def _lengths(metadata: Path) -> dict[str, int]:
-    """Bytes that the metadata refers to, by file; written by the very process that reads it here."""
-    import torch.distributed.checkpoint.metadata  # noqa: F401 - unpickling needs it
+class _Inert(dict[Any, Any]):
+    """Stands for every class that a pickle names: it takes whatever it is given, and does nothing with it."""
 
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def append(self, _item: Any) -> None:
+        """As a list."""
+
+    def extend(self, _items: Any) -> None:
+        """As a list."""
+
+    def add(self, _item: Any) -> None:
+        """As a set."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # dict has none, and these are keys
+    __eq__ = object.__eq__
+
+
+class _Reader(pickle.Unpickler):
+    """Reads a pickle without importing or calling anything it names: its author may be anybody."""
+
+    def find_class(self, _module: str, _name: str, /) -> Any:
+        """The stand-in, for everything."""
+        return _Inert
+
+    def persistent_load(self, _pid: Any, /) -> Any:
+        """As `find_class`."""
+        return _Inert()
+
+
+def _lengths(metadata: Path) -> dict[str, int]:
+    """Bytes that the metadata refers to, by file."""
     with metadata.open("rb") as file:
-        body: Any = pickle.load(file)  # noqa: S301 - the program's own, written moments ago
+        if file.read(1) != _PICKLE:
+            return {}
+        file.seek(0)
+        try:
+            body = _Reader(file).load()
+        except Exception as error:
+            raise CorruptCheckpointError(f"{METADATA} cannot be read: {type(error).__name__}: {error}") from error
     needed: dict[str, int] = {}
-    for info in (getattr(body, "storage_data", None) or {}).values():
-        path, end = getattr(info, "relative_path", None), getattr(info, "offset", 0) + getattr(info, "length", 0)
-        if isinstance(path, str):
-            needed[path] = max(needed.get(path, 0), end)
+    places = getattr(body, "storage_data", None)
+    for info in places.values() if isinstance(places, dict) else ():
+        path, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
+        if isinstance(path, str) and isinstance(offset, int) and isinstance(length, int):
+            needed[path] = max(needed.get(path, 0), offset + length)
     return needed

@@ -280,9 +280,10 @@ class _Watch:
         self._progress(count)
 
     def wait(self, what: str) -> None:
-        while not self.done.wait(max(0.0, self._left())):
+        while not self.done.wait(max(0.0, min(self._left(), LISTEN_EVERY))):
             if self._left() <= 0:
                 raise StalledError(f"{what}: no byte moved for {self._timeout:g} s")
+            self._progress(0)  # an abort must not wait for a byte
 
     def _left(self) -> float:
         return self._last + self._timeout + (self._size - self.count) / SLOWEST - time.monotonic()

@@ -22,6 +22,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 CLEANUP_TIMEOUT = 15.0
 """Seconds that a cancelled operation may take to clean up, e.g. to abort its multipart upload."""
+LISTEN_EVERY = 0.5
+"""Seconds between two questions to the caller's progress whether to go on, while no byte moves."""
 
 _thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
 _thread_lock = threading.Lock()
@@ -118,14 +120,17 @@ class Watch:
             asyncio.CancelledError: the caller's progress raised; not one byte more is to be sent.
         """
         self._last = time.monotonic()
+        self._hear(count)
+        if self.error is not None:
+            raise asyncio.CancelledError
+
+    def _hear(self, count: int) -> None:
         if self.error is None:
             try:
                 self._progress(count)
             except BaseException as error:  # noqa: BLE001 - raised by `run` in the caller's thread
                 self.error = error
                 self._cancel()
-        if self.error is not None:
-            raise asyncio.CancelledError
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -176,9 +181,10 @@ class Watch:
             raise StorageError(f"{what}: called on the event loop that has to do it; call it from another thread")
         future = asyncio.run_coroutine_threadsafe(main(), loop)
         try:
-            while not concurrent.futures.wait([future], max(0.0, self.left())).done:
+            while not concurrent.futures.wait([future], max(0.0, min(self.left(), LISTEN_EVERY))).done:
                 if self.left() <= 0:
                     raise StalledError(f"{what}: no byte moved for {self._timeout:g} s")
+                loop.call_soon_threadsafe(self._hear, 0)  # an abort must not wait for a byte
             result = future.result()
             if self.error is not None:
                 raise self.error
@@ -209,6 +215,9 @@ class HighWater:
         self._now = 0
 
     def __call__(self, count: int) -> None:
+        if count == 0:  # from any thread
+            self._progress(0)
+            return
         self._now += count
         fresh = max(0, self._now - self._top)
         self._top += fresh

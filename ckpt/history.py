@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import NoneType
 from typing import Any, overload
 
 from ckpt._json import dumps, loads
@@ -15,7 +16,8 @@ from ckpt.commits import Lineage
 from ckpt.credentials import Credentials
 from ckpt.errors import FormatError, ObjectExistsError, ObjectNotFoundError
 from ckpt.layout import HISTORY, CommitId, Segment, parse_segment
-from ckpt.records import ReportRecord, ReportState
+from ckpt.manifest import typed
+from ckpt.records import ReportRecord, ReportState, Timings
 from ckpt.storage import Objects, join_uri
 
 logger = logging.getLogger("ckpt")
@@ -153,7 +155,16 @@ def read_segment(objects: Objects, segment: Segment, refer: Refer) -> list[Repor
     return rows
 
 
+_ROW: Mapping[str, tuple[type, ...]] = {
+    "seq": (int,), "attempt": (int,), "name": (str,), "metrics": (dict,), "reason": (str, NoneType), "nbytes": (int,),
+    "nfiles": (int,), "created": (int, float), "checkpoint": (str, NoneType), "timings": (dict,),
+}  # fmt: skip
+_TIMINGS: Mapping[str, tuple[type, ...]] = dict.fromkeys(Timings.__dataclass_fields__, (int, float))
+
+
 def _row(body: dict[str, Any], run: str, refer: Refer) -> ReportRecord:
+    typed(body, _ROW, _ROW)
+    typed(body.get("timings", {}), Timings.__dataclass_fields__, _TIMINGS)
     commit = CommitId(body["seq"], body["attempt"])
     return ReportRecord.from_json(body, lambda uri: refer(uri, join_uri(run, commit.key)))
 

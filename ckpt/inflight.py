@@ -58,11 +58,12 @@ class Flight:
             callback(reason)
 
     def progress(self, nbytes: int) -> None:
-        """Bytes moved; raises `DeadlineError` inside the transfer once it was aborted."""
+        """Bytes moved (0: only asks); raises `DeadlineError` inside the transfer once it was aborted."""
         if self.aborted is not None:
             raise DeadlineError(self.aborted)
-        self.moved += nbytes
-        self.active = time.monotonic()
+        if nbytes:
+            self.moved += nbytes
+            self.active = time.monotonic()
 
 
 class Locations:

@@ -7,12 +7,13 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from ckpt._json import encode
 from ckpt.errors import FormatError, NewerFormatError, ObjectNotFoundError
 from ckpt.layout import FORMAT, NOTES, CommitId, note_key, parse_note
-from ckpt.manifest import decode_object
+from ckpt.manifest import decode_object, typed
 from ckpt.metrics import Metrics
 from ckpt.storage import Objects, join_uri
 
@@ -99,6 +100,10 @@ class Notes:
         return sorted(self._of.get(commit, ()), key=lambda note: note.created)
 
 
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "metrics": (dict,), "pin": (bool, NoneType), "source": (str,), "created": (int, float),
+}  # fmt: skip
+
+
 def _note(commit: CommitId, body: Mapping[str, Any]) -> Note:
-    known = {key: body[key] for key in ("metrics", "pin", "source", "created") if key in body}
-    return Note(commit=commit, **known)
+    return Note(commit=commit, **typed(body, _TYPES, _TYPES))

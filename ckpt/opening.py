@@ -81,7 +81,7 @@ def open_run(
 def finish(run: Run, error: BaseException | None) -> None:
     """Drain; if the block raised, its exception wins over what the drain meets."""
     try:
-        run.end(error, timeout=run.drain_timeout())
+        run.end(error)
     except CkptError:
         if error is None:
             raise

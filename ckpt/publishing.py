@@ -189,6 +189,10 @@ class Publisher:
         self._write_result(result)
         return result
 
+    def hurry(self) -> None:
+        """Do not wait for deletions at the end: the process has to go."""
+        self._pruner.hurry()
+
     def abandon(self) -> None:
         """Let the pruner end by itself; for an ordering task that dies."""
         self._pruner.stop()
@@ -350,6 +354,8 @@ class Pruner:
         self._storage, self._attempt, self._notes = storage, attempt, notes
         self._queue: queue.SimpleQueue[tuple[CommitId, ReportRecord] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._idle = threading.Event()
+        """Set when there is nothing to wait for, or no time."""
 
     def prune(self, commit: CommitId, record: ReportRecord) -> None:
         """Delete a checkpoint soon."""
@@ -362,15 +368,28 @@ class Pruner:
         """Take nothing more after what is queued."""
         self._queue.put(None)
 
+    def hurry(self) -> None:
+        """End a `close()` that waits, and let later ones not wait."""
+        self._idle.set()
+
     def close(self) -> None:
         """Wait for what is under way."""
         self.stop()
         if self._thread is not None:
-            self._thread.join(self.CLOSE_TIMEOUT)
+            began = time.monotonic()
+            if self._idle.wait(self.CLOSE_TIMEOUT):
+                self._thread.join(1.0)
             if self._thread.is_alive():
-                logger.warning("Deletions of old checkpoints are still under way after %.0f s; left", self.CLOSE_TIMEOUT)
+                waited = time.monotonic() - began
+                logger.warning("Deletions of old checkpoints are still under way after %.0f s; left", waited)
 
     def _run(self) -> None:
+        try:
+            self._delete_all()
+        finally:
+            self._idle.set()
+
+    def _delete_all(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
                 self._attempt.check_fence()

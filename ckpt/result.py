@@ -10,6 +10,7 @@ from ckpt.checkpoint import Checkpoint
 from ckpt.credentials import Credentials
 from ckpt.errors import CheckpointNotFoundError, ConfigError
 from ckpt.layout import CommitId
+from ckpt.manifest import typed
 from ckpt.metrics import Metrics
 from ckpt.records import ReportRecord, ReportState
 from ckpt.retention import Candidate, ScoreOrder, rank
@@ -65,8 +66,17 @@ class Totals:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Totals:
-        """Read what `dataclasses.asdict` gave."""
-        return cls(**{item.name: body[item.name] for item in fields(cls) if item.name in body})
+        """Read what `dataclasses.asdict` gave.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        return cls(**typed(body, (item.name for item in fields(cls)), _NUMBERS))
+
+
+_NUMBERS: Mapping[str, tuple[type, ...]] = {
+    item.name: (int, float) if item.type == "float" else (int,) for item in fields(Totals)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -44,7 +45,9 @@ Gather = Callable[[ReportLine], Pending[Result]]
 _PUBLISH_TIMEOUT = 3600.0
 """Seconds that `get_all_reported_checkpoints` waits if it is not told."""
 _ABORT_TIME = 5.0
-"""Seconds that aborted uploads get to clean up and to be published as failed."""
+"""Seconds that aborted uploads get to clean up and to be published as failed; a fifth of a shorter `stop_timeout`."""
+_LISTEN_EVERY = 0.5
+"""Seconds between two looks at whether a drain was asked to stop meanwhile."""
 
 
 class ReportHandle:
@@ -92,6 +95,8 @@ class _Stop:
     noted: bool = False
     since: float | None = None
     """Monotonic seconds of the request."""
+    aborted: str | None = None
+    """Why uploads are ended, once they are."""
 
 
 class Run:
@@ -124,6 +129,7 @@ class Run:
         self._fenced: FencedError | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._real_root = self.uri if "://" in self.uri else os.path.realpath(self.uri)
 
     @property
     def result(self) -> Result:
@@ -173,14 +179,20 @@ class Run:
         self._stop.asked.set()
 
     def abort(self, reason: str) -> None:
-        """End every upload that is not done; they become FAILED or SKIPPED with this reason."""
+        """End every upload that is not done, and later ones too; they become FAILED or SKIPPED with this reason."""
+        self._stop.aborted = reason
         self._live.abort(reason)
+        self.publisher.hurry()
 
     def drain_timeout(self) -> float | None:
         """Seconds that uploads have to finish: what is left of `stop_timeout` if a stop was requested, else no limit."""
         if self._stop.since is None:
             return None
-        return max(0.0, self._stop.since + self.config.stop_timeout - _ABORT_TIME - time.monotonic())
+        return max(0.0, self._stop.since + self.config.stop_timeout - self._abort_time - time.monotonic())
+
+    @property
+    def _abort_time(self) -> float:
+        return min(_ABORT_TIME, self.config.stop_timeout / 5)
 
     def stop_requested(self) -> bool:
         """See `ckpt.stop_requested`. Before the first report it answers at once."""
@@ -320,7 +332,7 @@ class Run:
             )
         if "://" in self.uri:
             return
-        root = str(Path(self.uri).resolve())
+        root = self._real_root
         contains = root == real or root.startswith(f"{real}/")
         if contains and (draft.delete_local or draft.upload_fn is None):
             raise ConfigError(
@@ -346,7 +358,9 @@ class Run:
             return self._failed_early(replace(report, stall=time.monotonic() - began), error)
 
     def _submitted(self, report: Report) -> Reported:
-        self._live.flight(report.seq)
+        flight = self._live.flight(report.seq)
+        if self._stop.aborted is not None:
+            flight.abort(self._stop.aborted)
         with acting_for(self):
             pending = self._submit(report)
         reported = Reported(report=report, attempt=self.destination.attempt, pending=pending)
@@ -418,32 +432,35 @@ class Run:
         """Another driver owns the run: the next report raises."""
         self._fenced = error
 
-    def end(self, error: BaseException | None, *, timeout: float | None = None) -> Result:
+    def end(self, error: BaseException | None) -> Result:
         """No more reports; drain what is in flight and take the result.
+
+        As long as bytes move there is no limit; once the run was asked to stop, before or meanwhile, there is one.
 
         Args:
             error: what ended the block, if anything did.
-            timeout: seconds after which uploads are aborted; None: as long as bytes move.
 
         Raises:
-            OrderingError: the ordering task died.
+            OrderingError: the ordering task died, or uploads did not even end when they were aborted.
         """
         with self._lock:
             self._closed = True
         self.line.close(error)
         assert self._ordering is not None
         try:
-            self._result = self._drained(self._ordering, timeout)
+            self._result = self._drained(self._ordering)
         except Exception as failure:
             raise OrderingError(f"the ordering task of run {self.config.name} died: {failure}") from failure
         return self._result
 
-    def _drained(self, ordering: Pending[Result], timeout: float | None) -> Result:
-        try:
-            return ordering.result(timeout)
-        except TimeoutError:
-            self._live.abort(f"aborted: not finished {timeout:.0f} s after the run was asked to stop")
-        try:
-            return ordering.result(_ABORT_TIME)
-        except TimeoutError as error:
-            raise DeadlineError(f"aborted uploads have not stopped after {_ABORT_TIME:.0f} s") from error
+    def _drained(self, ordering: Pending[Result]) -> Result:
+        over = threading.Event()
+        ordering.add_done_callback(lambda _: over.set())
+        while not over.wait(_LISTEN_EVERY):
+            if self.drain_timeout() == 0.0:
+                timeout = self.config.stop_timeout
+                self.abort(f"aborted: the run was asked to stop, and its stop_timeout of {timeout:.0f} s is over")
+                break
+        if not over.wait(self._abort_time):
+            raise DeadlineError(f"aborted uploads have not stopped after {self._abort_time:.0f} s")
+        return ordering.result()

@@ -19,7 +19,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from glob import escape
 from operator import attrgetter
@@ -55,6 +55,8 @@ class Source:
     """Where the files are read from."""
     original: Path
     """Where the trainer had them."""
+    real: str
+    """The same, with symbolic links resolved."""
     files: tuple[SourceFile, ...]
     empty_dirs: tuple[str, ...] = ()
     staged: bool = False
@@ -111,7 +113,7 @@ def scan(root: Path) -> Source:
     files: list[SourceFile] = []
     empty: list[str] = []
     _walk(real_root, real_root, "", (real_root,), files, empty)
-    return Source(root=root, original=root, files=tuple(files), empty_dirs=tuple(empty))
+    return Source(root=root, original=root, real=real_root, files=tuple(files), empty_dirs=tuple(empty))
 
 
 def _walk(
@@ -175,6 +177,7 @@ class Staging:
         self._label = label
         self._name = f"{_owner()}-{uuid.uuid4().hex[:8]}"
         self._made: set[Path] = set()
+        self._real: dict[Path, str] = {}
         self._keeping = threading.Lock()
 
     def take(self, source: Source, *, rename: bool) -> tuple[Source, bool]:
@@ -190,7 +193,7 @@ class Staging:
         Raises:
             StorageFullError: the bytes would have to be copied and the disk has no room for them.
         """
-        for base in self._bases(source.original):
+        for base in self._bases(source):
             for way in (_move, _link_and_delete) if rename else (_link,):
                 target = base / uuid.uuid4().hex
                 try:
@@ -243,21 +246,23 @@ class Staging:
         for root in self._candidates:
             _sweep(_top(root))
 
-    def _bases(self, original: Path) -> Iterator[Path]:
-        """Usable folders on the file system of `original`, never inside its parent (that may be temporary itself)."""
-        device, parent = original.stat().st_dev, original.parent.resolve()
-        grandparent = original.parent.parent / f"{_HIDDEN}-beside"
+    def _bases(self, source: Source) -> Iterator[Path]:
+        """Usable folders on the source's own file system, never inside its parent (that may be temporary itself)."""
+        device, parent = source.original.stat().st_dev, os.path.dirname(source.real)
+        grandparent = source.original.parent.parent / f"{_HIDDEN}-beside"
         for root in (*self._candidates, grandparent):
-            place = root.parent if root is grandparent else root
-            if not place.is_dir() or place.stat().st_dev != device:
+            if _device(root.parent if root is grandparent else root) != device:
                 continue
-            if parent in root.resolve().parents and not self._is_ours(parent):
+            if self._resolved(root).startswith(f"{parent}/") and Path(parent) not in self._made:
                 continue
             if base := self._base(root):
                 yield base
 
-    def _is_ours(self, folder: Path) -> bool:
-        return folder in self._made
+    def _resolved(self, root: Path) -> str:
+        """A candidate without symbolic links; looked up once, because every report asks."""
+        if root not in self._real:
+            self._real[root] = os.path.realpath(root)
+        return self._real[root]
 
     def _base(self, root: Path) -> Path | None:
         top = _top(root)
@@ -297,6 +302,14 @@ def staging_candidates(staging_dir: str | os.PathLike[str] | None, storage_root:
     return [*first, Path(tempfile.gettempdir()), *([] if storage_root is None else [storage_root])]
 
 
+def _device(folder: Path) -> int | None:
+    """The file system that a folder is on; None if it is not there."""
+    try:
+        return folder.stat().st_dev
+    except OSError:
+        return None
+
+
 def _top(root: Path) -> Path:
     return root / f"{_HIDDEN}-{os.getuid()}"
 
@@ -313,13 +326,13 @@ def _mkdir(path: Path) -> Path:
 
 
 def _at(source: Source, root: Path) -> Source:
-    return Source(root=root, original=source.original, files=source.files, empty_dirs=source.empty_dirs, staged=True)
+    return replace(source, root=root, staged=True)
 
 
 def _move(source: Source, target: Path) -> None:
     """Rename the directory away and leave an empty one; not where the path is a link, or the process stands in it."""
     original = source.original
-    if original.is_symlink() or _stands_in(original):
+    if original.is_symlink() or _stands_in(source.real):
         raise OSError(errno.EBUSY, "cannot be renamed away", str(original))
     mode = stat.S_IMODE(original.stat().st_mode)
     original.rename(target)
@@ -331,9 +344,10 @@ def _move(source: Source, target: Path) -> None:
         raise
 
 
-def _stands_in(folder: Path) -> bool:
+def _stands_in(folder: str) -> bool:
+    """Whether the working directory is a folder or lies in it."""
     try:
-        return Path.cwd().is_relative_to(folder.resolve())
+        return f"{os.getcwd()}/".startswith(f"{folder}/")
     except FileNotFoundError:
         return False  # the working directory was deleted
 

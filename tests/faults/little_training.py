@@ -13,8 +13,9 @@ import json
 import os
 import random
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,28 +123,26 @@ def train(run: Run, epochs: int, say: Say) -> None:
         first_seq=run.publisher.published,
         resumed=None if newest is None else newest.seq,
     )
-    waiting = [one for epoch in range(restored_epoch() + 1, epochs) for one in train_epoch(run, epoch, say)]
+    waiting = [train_epoch(run, epoch, say) for epoch in range(restored_epoch() + 1, epochs)]
     say("trained")
     for thread in waiting:
         thread.join()
 
 
-def train_epoch(run: Run, epoch: int, say: Say) -> Iterator[threading.Thread]:
-    """One epoch: save, report, and note the acknowledgement whenever it comes."""
-    with checkpoint_dir() as folder:
-        handle = run.report(
-            metrics_of(epoch),
-            write(folder, epoch),
-            checkpoint_upload_mode=MODES[epoch % len(MODES)],
-            checkpoint_upload_fn=upload_myself if epoch % CUSTOM == CUSTOM - 1 else None,
-        )
-        if epoch % CUSTOM == CUSTOM - 1:
-            handle.wait(60)  # the function reads the directory where it is
-    waiting = threading.Thread(target=acknowledge, args=(handle, epoch, say))
-    waiting.start()
-    yield waiting
+def train_epoch(run: Run, epoch: int, say: Say) -> threading.Thread:
+    """One epoch: save and report. Gives the thread that notes the acknowledgement whenever it comes."""
+    metrics, mode = metrics_of(epoch), MODES[epoch % len(MODES)]
+    if epoch % CUSTOM == CUSTOM - 1:  # its function reads the directory where it is, and ASYNC deletes what is in it
+        checkpoint = write(Path(tempfile.mkdtemp(prefix="trainer-")), epoch)
+        handle = run.report(metrics, checkpoint, None, ASYNC, checkpoint_upload_fn=upload_myself)
+    else:
+        with checkpoint_dir() as folder:
+            handle = run.report(metrics, write(folder, epoch), None, mode)
     if epoch % METRICS_ONLY == METRICS_ONLY - 1:
         run.report({"epoch": epoch, "only": "metrics"})
+    waiting = threading.Thread(target=acknowledge, args=(handle, epoch, say))
+    waiting.start()
+    return waiting
 
 
 def acknowledge(handle: ReportHandle, epoch: int, say: Say) -> None:
