@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from ckpt._files import Guarded, NewFile, Source, translate_os_error
+from ckpt._transfer import LISTEN_EVERY
 from ckpt.credentials import Credentials, check_credentials, check_storage_options, merged, redact, resolve_credentials
 from ckpt.errors import (
     AccessDeniedError,

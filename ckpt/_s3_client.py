@@ -240,7 +240,20 @@ class S3Client:
         except asyncio.CancelledError:
             beginning.add_done_callback(lambda done: self._abort_begun(path, done))
             raise
+        except TransientStorageError:
+            await self._abort_unknown(path)
+            raise
         return str(answer["UploadId"])
+
+    async def _abort_unknown(self, path: str) -> None:
+        """After a beginning whose answer got lost: nobody else uploads to this key, so what is under way there is ours."""
+        try:
+            page = await self.call("abort", path, "list_multipart_uploads", Prefix=path)
+            for found in page.get("Uploads", ()):
+                if found["Key"] == path:
+                    await self._abort_now(path, found["UploadId"])
+        except StorageError as error:
+            logger.debug("multipart uploads of %s could not be listed: %s", self.where(path), error)
 
     def _abort_begun(self, path: str, done: asyncio.Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:

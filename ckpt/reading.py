@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.commits import Lineage, list_commits, newest_of_living, read_commit, read_lineage, read_manifests
 from ckpt.credentials import Credentials
-from ckpt.errors import CheckpointNotFoundError, CkptError, ConfigError, FormatError, ObjectNotFoundError
+from ckpt.errors import (
+    CheckpointNotFoundError,
+    CkptError,
+    ConfigError,
+    FormatError,
+    NewerFormatError,
+    ObjectNotFoundError,
+)
 from ckpt.history import History, Refer, reference
 from ckpt.layout import RESULT, RUN, CommitId
-from ckpt.manifest import Manifest, decode_object
+from ckpt.manifest import Manifest, decode_object, typed
 from ckpt.metrics import freeze_metrics
 from ckpt.notes import Notes, write_note
 from ckpt.records import ReportState
@@ -23,6 +32,13 @@ from ckpt.result import Result, Totals
 from ckpt.retention import Candidate, ScoreOrder, rank
 from ckpt.storage import Storage, join_uri, normalize_uri, open_storage
 
+logger = logging.getLogger("ckpt")
+
+_INFO: Mapping[str, tuple[type, ...]] = {
+    "run_id": (str,), "name": (str,), "created": (int, float), "score_attribute": (str, NoneType),
+    "score_order": (str,), "retention": (str, NoneType),
+}  # fmt: skip
+_RESULT: Mapping[str, tuple[type, ...]] = {"totals": (dict,)}
 _BEST = re.compile(r"best(:(?P<metric>.+):(?P<order>max|min))?")
 _REFERENCE = re.compile(rf"(?P<run>.*)@(?P<which>[^/@]*|{_BEST.pattern})")
 
@@ -149,7 +165,7 @@ def open_run_files(
     root = normalize_uri(os.fspath(uri))
     storage = open_storage(root, credentials=credentials or "env", storage_options=storage_options)
     try:
-        info = decode_object(storage.read(RUN), join_uri(root, RUN))
+        info = _info(storage.read(RUN), join_uri(root, RUN))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(f"no run is at {root} (there is no {RUN}); a run is <storage_path>/<name>") from error
     commits = list_commits(storage)
@@ -234,11 +250,22 @@ def committed(
 def list_runs(
     storage_path: str, credentials: Credentials | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[RunSummary]:
-    """The runs under a storage path, by name. Costs a few requests per run, and one listing of the whole path."""
+    """The runs under a storage path, by name; damaged ones are passed over with a warning.
+
+    Costs a few requests per run, and one listing of the whole path.
+    """
     root = normalize_uri(storage_path)
     storage = open_storage(root, credentials=credentials or "env", storage_options=storage_options)
     names = sorted(entry.key.split("/")[0] for entry in storage.list() if entry.key.split("/")[1:] == [RUN])
-    return [_summary(open_run_files(join_uri(root, name), credentials, storage_options=storage_options)) for name in names]
+    found = []
+    for name in names:
+        try:
+            found.append(_summary(open_run_files(join_uri(root, name), credentials, storage_options=storage_options)))
+        except NewerFormatError:
+            raise
+        except FormatError as error:
+            logger.warning("Passing over run %s of %s: %s", name, root, error)
+    return found
 
 
 def record_evaluation(
@@ -294,11 +321,21 @@ def _available(files: RunFiles) -> str:
     return f"commits there: {', '.join(map(str, seqs[-10:]))}" if seqs else "the run has committed nothing"
 
 
+def _info(data: bytes, where: str) -> dict[str, Any]:
+    body = decode_object(data, where)
+    try:
+        typed(body, _INFO, _INFO)
+    except TypeError as error:
+        raise FormatError(f"{where} is not the record of a run: {error}") from error
+    return body
+
+
 def _result_object(files: RunFiles) -> dict[str, Any]:
     """The body of result.json, if the newest driver wrote it and it can be read; it is only ever a shortcut."""
     try:
         body = decode_object(files.storage.read(RESULT), join_uri(files.uri, RESULT))
-    except (ObjectNotFoundError, FormatError):
+        Totals.from_json(typed(body, ("totals",), _RESULT).get("totals", {}))
+    except (ObjectNotFoundError, FormatError, TypeError):
         return {}
     return body if body.get("attempt") == files.lineage.last_driver else {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -184,11 +183,16 @@ class Run:
         self._live.abort(reason)
         self.publisher.hurry()
 
-    def drain_timeout(self) -> float | None:
-        """Seconds that uploads have to finish: what is left of `stop_timeout` if a stop was requested, else no limit."""
+    def time_left(self) -> float | None:
+        """Seconds until the end, if a stop was requested: what is left of `stop_timeout`; None: no limit."""
         if self._stop.since is None:
             return None
-        return max(0.0, self._stop.since + self.config.stop_timeout - self._abort_time - time.monotonic())
+        return max(0.0, self._stop.since + self.config.stop_timeout - time.monotonic())
+
+    def drain_timeout(self) -> float | None:
+        """Seconds that uploads have to finish: what is left without the time to abort them; None: no limit."""
+        left = self.time_left()
+        return None if left is None else max(0.0, left - self._abort_time)
 
     @property
     def _abort_time(self) -> float:
@@ -204,11 +208,8 @@ class Run:
     def checkpoint_dir(self) -> Iterator[Path]:
         """See `ckpt.checkpoint_dir`."""
         assert self._live.staging is not None
-        path = self._live.staging.fresh_dir()
-        try:
+        with self._live.staging.scratch() as path:
             yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
 
     def report(
         self,

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from glob import escape
@@ -215,6 +215,15 @@ class Staging:
                 return _mkdir(base / f"dir-{uuid.uuid4().hex[:12]}")
         raise StorageFullError(f"no staging folder can be written: tried {', '.join(map(str, self._candidates))}")
 
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """`fresh_dir`, for the length of the block."""
+        folder = self.fresh_dir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def keep(self, source: Source, seq: int, kind: str = "") -> Path:
         """Move the staged copy of report `seq` to where no sweep takes it; earlier reports' of the kind make room.
 
@@ -273,7 +282,7 @@ class Staging:
             top.mkdir(mode=0o700, parents=True, exist_ok=True)
             if top.stat().st_uid != os.getuid():
                 return None  # in a folder that everybody may write to somebody else was first
-            base.mkdir(mode=0o700)
+            base.mkdir(mode=0o700, exist_ok=True)  # another thread of this run may make it, too
         except OSError:
             return None
         self._made.add(base)

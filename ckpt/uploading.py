@@ -146,6 +146,12 @@ class _Target:
     def reference(self, uri: str, manifest: Manifest) -> Checkpoint:
         raise NotImplementedError
 
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for the length of the block."""
+        with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+            yield Path(folder)
+
     def keep(self, source: Source, seq: int, kind: str) -> Path:  # noqa: ARG002 - the run's has a place for them
         return source.root
 
@@ -182,6 +188,13 @@ class _InRun(_Target):
             storage_options=self._destination.storage_options,
             commit_uri=join_uri(self.storage.uri, manifest.id.key),
         ).with_manifest(manifest)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """In the staging folder, where it is swept at the next start if this process is killed."""
+        staging = self._live.staging
+        with super().scratch() if staging is None else staging.scratch() as folder:
+            yield folder
 
     def keep(self, source: Source, seq: int, kind: str) -> Path:
         return source.root if self._live.staging is None else self._live.staging.keep(source, seq, kind)
@@ -289,8 +302,8 @@ class _Upload:
 
     def _persisted(self) -> Manifest:
         report, location = self.report, str(self.report.location)
-        with tempfile.TemporaryDirectory(prefix="ckpt-") as scratch:
-            source = report.source or scan(_given(report).to_directory(Path(scratch) / "checkpoint"))
+        with self.target.scratch() as scratch:
+            source = report.source or scan(_given(report).to_directory(scratch / "checkpoint"))
             if not source.files:
                 raise CheckpointNotFoundError(f"{source.original} holds no file; nothing was uploaded")
             self.target.check_empty(join_uri(self.target.storage.uri, location))
@@ -299,7 +312,7 @@ class _Upload:
             with self._step("verify", "verifying"):
                 check_arrived(self.target.storage, location, receipts)
                 sizes = {file.path: file.size for file in files}
-                check_shards(open_storage(source.root), "", sizes, Path(scratch))
+                check_shards(open_storage(source.root), "", sizes, scratch)
         return self._manifest(location, files, source.empty_dirs, "persist")
 
     def _by_function(self, fn: UploadFn) -> Manifest:
@@ -316,10 +329,10 @@ class _Upload:
     def _in_place(self, checkpoint: Checkpoint, uploaded_by: str) -> Manifest:
         """Commit files that somebody else put where they are: listed and sized, and not a byte written beside them."""
         self.target.claim(checkpoint.uri)
-        with self._step("verify", "verifying"), tempfile.TemporaryDirectory(prefix="ckpt-") as scratch:
+        with self._step("verify", "verifying"), self.target.scratch() as scratch:
             storage, prefix = self._place(checkpoint)
             files, empty = self._listed(checkpoint, storage, prefix)
-            check_shards(storage, prefix, {file.path: file.size for file in files}, Path(scratch))
+            check_shards(storage, prefix, {file.path: file.size for file in files}, scratch)
         inside = checkpoint.uri.removeprefix(f"{self.target.storage.uri}/")
         return self._manifest(inside, files, empty, uploaded_by)
 
@@ -395,19 +408,24 @@ class _Upload:
         return self._record(ReportState.FENCED, reason=f"{error}{where}")
 
     def _failed(self, error: Exception) -> ReportRecord:
-        """Settle a failure in the store; a commit whose answer got lost turns out here, and stands."""
+        """Settle a failure in the store; a commit whose answer got lost turns out here, and stands.
+
+        Not where it stays unknown whether a newer driver exists: whoever comes next takes the commit, or supersedes it.
+        """
         reason = redact(f"{type(error).__name__}: {error}")
         won: Manifest | Tombstone | None = None
         try:
             won = self.target.give_up(self._tombstone(ReportState.FAILED, reason))
-            if isinstance(won, Manifest) and won.nonce == self.nonce and isinstance(self.target, _InRun):
-                self.target.commit(won)  # exists already: only the check for a newer driver is left
+            if isinstance(won, Manifest) and won.nonce == self.nonce:
+                if isinstance(self.target, _InRun):
+                    self.target.commit(won)  # exists already: only the check for a newer driver is left
+                return self._committed(won)
         except FencedError as fenced:
             raise UploadFailedError(self._fenced(fenced)) from error
         except StorageError as second:
             logger.debug("The end of report %d could not be recorded: %s", self.report.seq, second)
-        if isinstance(won, Manifest) and won.nonce == self.nonce:
-            return self._committed(won)
+            if isinstance(won, Manifest):
+                reason += " (its manifest is there, but whether this driver still owns the run could not be checked)"
         self.flight.enter("failed", ReportState.FAILED)
         raise UploadFailedError(self._record(ReportState.FAILED, reason=reason + self._whereabouts())) from error
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
+
+import httpx
+from prefect.context import refresh_global_settings_context
+from prefect.settings import PREFECT_API_URL
+
+logger = logging.getLogger("ckpt")
+
+NO_API = 75
+"""Exit code of a process that the Prefect API went away from for good: EX_TEMPFAIL, the same command may work later."""
 
 
 def deliver(timeout: float) -> bool:
@@ -45,6 +56,42 @@ def leave_after(seconds: float, status: int) -> Callable[[], None]:
     timer.daemon = True
     timer.start()
     return timer.cancel
+
+
+def api_answers(seconds: float = 5.0) -> bool:
+    """Whether the Prefect API is there at all; asked with a short timeout: its client tries for over a minute."""
+    url = PREFECT_API_URL.value()
+    if url is None:
+        return True  # the temporary server of this very process
+    try:
+        return httpx.get(f"{url}/health", timeout=seconds).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def without_api() -> None:
+    """Take it that the API stays away, from here to the end of the process: it ends in time, and with `NO_API`.
+
+    Prefect's client tries a request twice instead of for 70 s, unless the user has set how often. What its background
+    workers still hold when the program is over is left after 5 s, if the API is away then too.
+    """
+    if "PREFECT_CLIENT_MAX_RETRIES" not in os.environ:
+        os.environ["PREFECT_CLIENT_MAX_RETRIES"] = "1"
+        refresh_global_settings_context()
+    if not any(thread.name == _LEAVING for thread in threading.enumerate()):
+        threading.Thread(target=_leave_at_exit, args=(5.0,), name=_LEAVING, daemon=True).start()
+
+
+_LEAVING = "ckpt-leaving"
+
+
+def _leave_at_exit(seconds: float) -> None:
+    """Wait for the end of the program, and end the process soon after."""
+    while not getattr(threading, "_SHUTTING_DOWN", False):  # `sys.is_finalizing` comes after Prefect's waiting
+        time.sleep(0.5)
+    if not api_answers():
+        time.sleep(seconds)
+        _end(NO_API)
 
 
 def _end(status: int) -> NoReturn:

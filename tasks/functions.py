@@ -8,6 +8,7 @@ names: module prefixes, separated by commas.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ckpt.errors import ConfigError
@@ -23,6 +25,8 @@ from ckpt.errors import ConfigError
 SETTING = "PREFECT_INTEGRATIONS_CKPT_ALLOWED_FUNCTIONS"
 GROUP = "prefect_ckpt.functions"
 
+_STDLIB = Path(os.__file__).resolve().parent
+"""A worker that runs in `/`, or in a home with a Python of its own, has it below its working directory."""
 _NAME = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<attribute>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 
 
@@ -46,6 +50,7 @@ def resolve_function(name: str) -> Callable[..., Any]:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"function {name!r} cannot be found: {error}") from error
+    _check_allowed(_defined_in(found), name)  # `train:subprocess.run` is found in an allowed module, and not of one
     return _checked(found, name)
 
 
@@ -54,15 +59,28 @@ def _check_allowed(module: str, name: str) -> None:
     if any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes) or _in_project(module):
         return
     raise ConfigError(
-        f"function {name!r} is not allowed: its module is not in the project folder {Path.cwd()}; "
+        f"function {name!r} is not allowed: module {module!r} is not in the project folder {Path.cwd()}; "
         f"set {SETTING}={module.partition('.')[0]} where the flow runs to allow it"
     )
 
 
+def _defined_in(found: Any) -> str:
+    """The module that an object is from; of a partial, that of what it calls."""
+    while isinstance(found, functools.partial):
+        found = found.func
+    if isinstance(found, ModuleType):
+        return found.__name__
+    return str(getattr(found, "__module__", None) or type(found).__module__)
+
+
 def _in_project(module: str) -> bool:
-    """Whether the module's top package is a file of the project, by the same search that an import would do."""
-    spec = PathFinder.find_spec(module.partition(".")[0], sys.path)
-    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    """Whether the module is a file of the project: as it was imported, else by the search that an import would do."""
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        places = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]
+    else:
+        spec = PathFinder.find_spec(module.partition(".")[0], sys.path)
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     return any(_inside(Path(place), project) for place in places if place for project in _project_folders())
 
 
@@ -74,7 +92,11 @@ def _project_folders() -> list[Path]:
 
 def _inside(place: Path, project: Path) -> bool:
     resolved = place.resolve()
-    return project in resolved.parents and "site-packages" not in resolved.parts
+    return (
+        project in resolved.parents
+        and not {"site-packages", "dist-packages"} & set(resolved.parts)
+        and _STDLIB not in resolved.parents
+    )
 
 
 def _checked(found: Any, name: str) -> Callable[..., Any]:

@@ -13,26 +13,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx
+from prefect.concurrency.context import ConcurrencyContext
 from prefect.concurrency.sync import concurrency
-from prefect.settings import PREFECT_API_URL
 
 from ckpt.errors import ConfigError, DeadlineError
 from ckpt.inflight import Flight
 from ckpt.uploading import Limit, no_limit
+from ckpt_tasks._delivery import api_answers
 
 logger = logging.getLogger("ckpt")
 
 HANDOVER_TIME = 60.0
 """Seconds for which one lease serves the uploads of a process back to back; then others get their turn."""
+LEASE_TIME = 120.0
+"""Seconds after which the server takes the slot of a dead process back. Prefect's own 300 are as long as `report()`
+blocks: a restart would find its own dead slot in the way for longer."""
 _ASK_TIME = 30.0
-"""Seconds of one request for a slot; between two the API's health is looked at."""
+"""Seconds for one request for a slot, Prefect's own retries included."""
+_ASK_EVERY = 5.0
+"""Seconds between two requests while all slots are taken, at most; Prefect's client would wait for up to 30."""
 _TELL_EVERY = 10.0
 """Seconds between two log lines of a waiting upload."""
+_LOCKED = 423
 
 
 def cross_run_limit(name: str | None, timeout: float) -> Limit:
@@ -74,58 +81,65 @@ class _Queue:
     def __init__(self, name: str) -> None:
         self._name = name
         self._waiters: deque[Future[_Lease]] = deque()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._asking = False
+        self._away = False
+        """Whether the API did not answer the last time; said once."""
 
     def get(self, flight: Flight, timeout: float) -> _Lease:
         """Wait for a lease.
 
         Raises:
-            DeadlineError: none in `timeout` seconds.
+            DeadlineError: none in `timeout` seconds, or the upload was aborted.
             ConfigError: there is no such limit.
         """
         turn: Future[_Lease] = Future()
-        with self._lock:
+        with self._changed:
             self._waiters.append(turn)
             ask = not self._asking
             self._asking = True
         if ask:
             context = contextvars.copy_context()
+            # Its leases outlive the task run of this upload, which would give them back at its end.
+            context.run(ConcurrencyContext.__var__.set, None)  # type: ignore[arg-type]
             threading.Thread(
                 target=context.run, args=(self._ask,), name=f"ckpt-limit-{self._name}", daemon=True
             ).start()
-        return self._wait(turn, flight, timeout)
+        try:
+            return self._wait(turn, flight, timeout)
+        finally:
+            with self._changed:
+                self._changed.notify_all()
 
     def done(self, lease: _Lease) -> None:
         """Hand the lease to the next upload that waits, or give it back."""
-        if time.monotonic() - lease.since < HANDOVER_TIME and self._hand(lease):
+        if lease.give_back is None:
             return
-        if lease.give_back is not None:
+        if time.monotonic() - lease.since >= HANDOVER_TIME or not self._hand(lease):
             lease.give_back()
 
     def _wait(self, turn: Future[_Lease], flight: Flight, timeout: float) -> _Lease:
         began = time.monotonic()
-        flight.on_abort.append(lambda reason: _fail(turn, DeadlineError(reason)))
+        flight.when_aborted(lambda reason: _fail(turn, DeadlineError(reason)))
         while True:
             waited = time.monotonic() - began
-            try:
-                return turn.result(min(_TELL_EVERY, max(0.0, timeout - waited)))
-            except TimeoutError:
-                waited = time.monotonic() - began
+            if wait([turn], min(_TELL_EVERY, max(0.0, timeout - waited))).done:
+                return turn.result()
+            waited = time.monotonic() - began
             flight.enter(f"waiting for limit {self._name} {waited:.0f} s")
             if waited >= timeout and turn.cancel():
                 raise DeadlineError(
                     f"no slot of the concurrency limit {self._name!r} came free in {timeout:.0f} s: other uploads hold "
-                    "them, or slots are stale (`prefect gcl inspect` shows them)"
+                    f"them (`prefect gcl inspect {self._name}` counts them), or a restarted server forgot who does "
+                    f"(`prefect gcl update {self._name} --active-slots 0`, when nothing uploads)"
                 )
             logger.info("upload %d waits for limit %s, %.0f s so far", flight.seq, self._name, waited)
 
     def _hand(self, lease: _Lease) -> bool:
-        with self._lock:
+        with self._changed:
             while self._waiters:
-                turn = self._waiters.popleft()
-                if turn.set_running_or_notify_cancel():
-                    turn.set_result(lease)
+                with suppress(InvalidStateError):  # gave up waiting
+                    self._waiters.popleft().set_result(lease)
                     return True
         return False
 
@@ -137,42 +151,70 @@ class _Queue:
             except Exception as error:  # noqa: BLE001 - told to the upload that waits
                 self._refuse(error)
                 continue
-            if lease is not None and not self._hand(lease) and lease.give_back is not None:
+            if isinstance(lease, float):
+                self._pause(lease)
+            elif not self._hand(lease) and lease.give_back is not None:
                 lease.give_back()
 
     def _anybody(self) -> bool:
-        with self._lock:
+        with self._changed:
             while self._waiters and self._waiters[0].done():
                 self._waiters.popleft()
             self._asking = bool(self._waiters)
             return self._asking
 
+    def _pause(self, seconds: float) -> None:
+        """Wait, but not if nobody else does."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(turn.done() for turn in self._waiters), seconds)
+
     def _refuse(self, error: Exception) -> None:
-        with self._lock:
+        with self._changed:
             turn = self._waiters.popleft() if self._waiters else None
         if turn is not None:
             _fail(turn, error)
 
-    def _acquired(self) -> _Lease | None:
-        """A lease; one without a slot if the API is away; None if all were taken for as long as a request lasts."""
-        if not _api_answers():
-            logger.warning(
-                "The Prefect API is away: uploads go on without limit %s, bounded by this process only", self._name
-            )
+    def _acquired(self) -> _Lease | float:
+        """A lease; one without a slot if the API is away; seconds until the next try if all are taken."""
+        if not api_answers():
+            if not self._away:
+                logger.warning(
+                    "The Prefect API is away: uploads go on without limit %s, bounded by this process only", self._name
+                )
+            self._away = True
             return _Lease(give_back=None)
-        slot = concurrency(self._name, timeout_seconds=_ASK_TIME, strict=True, raise_on_lease_renewal_failure=False)
+        if self._away:
+            logger.warning("The Prefect API is back, and limit %s with it", self._name)
+            self._away = False
+        slot = concurrency(
+            self._name, timeout_seconds=_ASK_TIME, max_retries=0, lease_duration=LEASE_TIME, strict=True,
+            raise_on_lease_renewal_failure=False,
+        )  # fmt: skip
         try:
             slot.__enter__()
         except TimeoutError:
-            return None
+            return 0.0
         except Exception as error:
-            if not _api_answers():
-                return None
+            if (pause := _taken(error)) is not None:
+                return pause
+            if not api_answers():
+                return 0.0
             raise ConfigError(
                 f"the concurrency limit {self._name!r} cannot be used: {error}. Create it: "
                 f"`prefect gcl create {self._name} --limit 4`"
             ) from error
         return _Lease(give_back=lambda: _give_back(slot, self._name))
+
+
+def _taken(error: Exception) -> float | None:
+    """Seconds to wait if the server says that all slots are taken; None if it says something else."""
+    cause = error.__cause__
+    if not isinstance(cause, httpx.HTTPStatusError) or cause.response.status_code != _LOCKED:
+        return None
+    try:
+        return min(_ASK_EVERY, max(0.1, float(cause.response.headers["Retry-After"])))
+    except (KeyError, ValueError):
+        return _ASK_EVERY
 
 
 def _give_back(slot: AbstractContextManager[None], name: str) -> None:
@@ -186,17 +228,6 @@ def _give_back(slot: AbstractContextManager[None], name: str) -> None:
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(leave,), name=f"ckpt-limit-{name}", daemon=True).start()
-
-
-def _api_answers() -> bool:
-    """Whether the Prefect API is there at all; asked with a short timeout: its client waits for over a minute."""
-    url = PREFECT_API_URL.value()
-    if url is None:
-        return True  # the temporary server of this very process
-    try:
-        return httpx.get(f"{url}/health", timeout=5.0).is_success
-    except httpx.HTTPError:
-        return False
 
 
 def _fail(turn: Future[_Lease], error: Exception) -> None:

@@ -54,6 +54,11 @@ class Stopping:
         """Whether a signal has come that the run is to obey."""
         return self._first is not None
 
+    @property
+    def exit_code(self) -> int:
+        """What a process that the first signal ended has for a shell."""
+        return 128 + (self._first or 0)
+
     def install(self) -> None:
         """Take over the signals; only the main thread can."""
         self._previous = {number: signal.getsignal(number) for number in _SIGNALS}

@@ -17,10 +17,11 @@ from ckpt import Report, ReportRecord, Result, Run, RunConfig, open_run
 from ckpt.attempts import Owner
 from ckpt.errors import NoActiveRunError
 from ckpt.ordering import ReportLine
-from ckpt_tasks._logging import run_logging
+from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
+from ckpt_tasks._logging import missed, run_logging
 from ckpt_tasks.gather import gather_reports
 from ckpt_tasks.publish import publish_result
-from ckpt_tasks.signals import stop_signals
+from ckpt_tasks.signals import Stopping, stop_signals
 from ckpt_tasks.upload import upload_checkpoint
 from ckpt_tasks.view import RunView
 
@@ -31,6 +32,8 @@ logger = logging.getLogger("ckpt")
 
 PUBLISH_TIME = 15.0
 """Seconds that the result artifact and the live table's last state may take at the end; the store has it all anyway."""
+_LAST_SECONDS = 1.0
+"""What each step of the end gets after a termination signal whose time is used up."""
 
 
 @contextmanager
@@ -38,7 +41,8 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
     """Open a run inside a flow or a task: `report()` in the block submits upload tasks under the flow run.
 
     Leaving the block drains, whatever happened in it, then raises what the failure policy says; the block's own
-    exception wins. Owns SIGTERM and SIGINT meanwhile (see `ckpt_tasks.signals`), if it is in the main thread.
+    exception wins. Owns SIGTERM and SIGINT meanwhile (see `ckpt_tasks.signals`), if it is in the main thread: after one,
+    the termination is raised, and wins over any other exception: a dying process must not begin a retry.
 
     Args:
         config: the run.
@@ -61,7 +65,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         return uploads.submit(upload_checkpoint, {"checkpoint": report, "destination": opened[0].destination})
 
     ordering: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
-    with stop_signals() as stopping, run_logging(), uploads, ordering:
+    with _terminating() as stopping, run_logging(), _left_in_time(stopping, uploads, ordering):
         view = RunView(config.name)
         try:
             with open_run(config, submit, gather=_gather_on(ordering), owner=owner, observers=[view.publish]) as run:
@@ -70,8 +74,67 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
                     yield run
         finally:
             if opened and opened[0].ended:
-                _show(opened[0].result, view)
-        stopping.pass_on()
+                _show(opened[0].result, view, _seconds(opened[0], PUBLISH_TIME))
+            else:
+                view.close(_LAST_SECONDS)
+
+
+@contextmanager
+def _terminating() -> Iterator[Stopping]:
+    """Own the signals; after one of them, deliver what Prefect's workers hold, and raise the termination at the end.
+
+    Prefect takes a termination as the end of the process, and what its workers still hold is lost with it: the states of
+    our task runs, which would look as if they were running for ever.
+    """
+    failed: Exception | None = None
+    with stop_signals() as stopping:
+        try:
+            yield stopping
+        except Exception as error:
+            if not stopping.requested:
+                raise
+            failed = error
+            logger.warning("the run was stopped, and ends with that; before: %s: %s", type(error).__name__, error)
+        finally:
+            if stopping.requested and stopping.run is not None:
+                deliver(_seconds(stopping.run, 5.0))
+    stopping.pass_on()
+    if failed is not None:  # a handler of the user's own, which lets the process live
+        raise failed
+
+
+@contextmanager
+def _left_in_time(stopping: Stopping, *runners: TaskRunner[Any]) -> Iterator[None]:
+    """Start the task runners, and stop them; after a termination signal, one that does not stop in time is left.
+
+    Its thread hangs in the store's client, perhaps for minutes, and the interpreter would wait for it as well.
+    """
+    for runner in runners:
+        runner.__enter__()
+    try:
+        yield
+    finally:
+        for runner in reversed(runners):
+            if stopping.run is None or not stopping.requested:
+                runner.__exit__(None, None, None)
+            elif not _in_time(lambda runner=runner: runner.__exit__(None, None, None), _seconds(stopping.run, 5.0)):
+                logger.warning("an upload hangs and is left behind; nothing of it is committed")
+                leave_after(5.0, stopping.exit_code)
+
+
+def _seconds(run: Run, wanted: float) -> float:
+    """`wanted`, or what a termination signal left of it."""
+    left = run.time_left()
+    return wanted if left is None else max(_LAST_SECONDS, min(wanted, left))
+
+
+def _in_time(action: Callable[[], object], seconds: float) -> bool:
+    """Whether `action`, in a daemon thread with this one's context, was over in so many seconds."""
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(action,), name="ckpt-ending", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _gather_on(runner: ThreadPoolTaskRunner[Any]) -> Callable[[ReportLine], PrefectFuture[Result]]:
@@ -94,7 +157,7 @@ def _owner() -> Owner:
     )
 
 
-def _show(result: Result, view: RunView) -> None:
+def _show(result: Result, view: RunView, seconds: float) -> None:
     """Show the end in the UI, from a thread that is left at its deadline: with the API away a call takes minutes."""
 
     def publish() -> None:
@@ -103,14 +166,15 @@ def _show(result: Result, view: RunView) -> None:
         except Exception as error:  # noqa: BLE001 - the result is in the store; the artifact only shows it
             logger.warning("The result artifact of run %s could not be made: %s", result.run, error)
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(publish,), name="ckpt-publish", daemon=True)
-    thread.start()
-    deadline = time.monotonic() + PUBLISH_TIME
-    missed = view.close(PUBLISH_TIME)
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if thread.is_alive() or missed:
+    deadline = time.monotonic() + seconds
+    away = not api_answers(min(5.0, seconds))
+    published = not away and _in_time(publish, seconds)
+    unseen = view.close(0.0 if away else max(0.0, deadline - time.monotonic()))
+    if away:
+        without_api()
+    if not published or unseen:
         logger.warning(
-            "The Prefect UI misses the end of run %s (its API does not answer); everything is in %s",
-            result.run,
-            result.path,
-        )
+            "The Prefect API %s. The UI misses the end of run %s: its result, %d of its reports in the live table, "
+            "%d log lines and %d events; everything is in %s",
+            "does not answer" if away else "is slow", result.run, unseen.reports, missed.logs, missed.events, result.path,
+        )  # fmt: skip

@@ -1,6 +1,8 @@
 """A proxy in front of an S3 server that misbehaves as a test says: the network between, and the store itself."""
 
 import http.client
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,6 +92,25 @@ def cut_answer(handler) -> None:
     status, headers, body = handler.forward()
     handler.reply(status, headers, body[: len(body) // 2], announced=len(body))
     handler.close_connection = True
+
+
+def reset_in_body(handler) -> None:
+    """The connection is reset in the middle of the request's body, or before the answer if it has none."""
+    length = int(handler.headers.get("Content-Length") or 0)
+    handler.rfile.read(length // 2)
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+    handler.close_connection = True
+
+
+def delay(seconds: float) -> Action:
+    """The request reaches the store late, whether or not anybody waits for the answer."""
+
+    def act(handler):
+        body = handler.read_body()
+        handler.faulty.released.wait(seconds)
+        handler.reply(*handler.forward(body))
+
+    return act
 
 
 def damage_body(handler) -> None:

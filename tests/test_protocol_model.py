@@ -16,14 +16,17 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 import ckpt._memory
+import ckpt.attempts
+import ckpt.collecting
 import ckpt.commits
 import ckpt.publishing
+import ckpt.reading
 from ckpt import Checkpoint, KeepLast, ReportRecord, ReportState
 from ckpt._json import encode
 from ckpt._memory import MemoryStorage
 from ckpt.adopting import adopt
 from ckpt.attempts import Attempt, Chosen, Found, Owner, begin, claim, look
-from ckpt.commits import Start, list_commits, newest, newest_of_living, read_commit, read_lineage
+from ckpt.commits import Lineage, Start, list_commits, newest, newest_of_living, read_commit, read_lineage
 from ckpt.errors import CommittedError, FencedError, ObjectExistsError
 from ckpt.history import History
 from ckpt.inflight import Live
@@ -241,8 +244,7 @@ def _let_all_end(world: World) -> None:
 
 
 def _wipe() -> None:
-    for path in [path for path in ckpt._memory._objects if path.startswith("memory://model/")]:
-        del ckpt._memory._objects[path]
+    ckpt._memory._objects.clear()
 
 
 # ------------------------------------------------------------------------------------------------------ the invariants
@@ -250,36 +252,36 @@ def _wipe() -> None:
 
 def check_readers(world: World) -> dict[int, ReportState]:
     """What must hold at every moment, for any reader."""
-    commits, lineage = list_commits(world.raw), read_lineage(world.raw)
+    commits, lineage, rows = list_commits(world.raw), read_lineage(world.raw), _rows(world)
+    check_acknowledged(world, lineage)
     found = newest(world.raw, lineage, commits)
-    assert len({commit.seq for commit in world.acked}) == len(world.acked), f"one seq acknowledged twice: {world.acked}"
-    for commit in world.acked:
-        there = read_commit(world.raw, commit)
-        assert not isinstance(there, Tombstone), f"{commit} was acknowledged and is a tombstone"
-        if there is None:
-            later = [other for other in world.acked if other.seq > commit.seq]
-            assert later, f"{commit} was acknowledged and is gone, with no newer one acknowledged"
-        else:
-            assert lineage.counts(commit), f"{commit} was acknowledged and does not count"
-    if world.acked:
-        last = max(commit.seq for commit in world.acked)
-        assert found is not None, f"{world.acked} were acknowledged and the run looks empty"
-        assert found.seq >= last, f"{last} was acknowledged and the newest is {found.id}"
-    if found is not None:
-        assert world.raw.read(f"{found.location}/w"), f"the files of the newest, {found.id}, are gone"
-    for commit in world.given_up:
-        assert not isinstance(read_commit(world.raw, commit), Manifest), f"{commit} was given up and is committed"
-    rows = _rows(world)
-    for seq, state in rows.items():
-        for commit in [commit for commit in commits if commit.seq == seq and state is ReportState.COMMITTED]:
-            there = read_commit(world.raw, commit)
-            counting = any(lineage.counts(other) for other in commits if other.seq == seq)
-            assert not isinstance(there, Manifest) or counting, f"{commit} is published as committed and does not count"
+    last = max((commit.seq for commit in world.acked), default=-1)
+    assert found is not None or not world.acked, f"{world.acked} were acknowledged and the run looks empty"
+    assert found is None or found.seq >= last, f"{last} was acknowledged and the newest is {found.id}"
+    present = {entry.key for entry in world.raw.list("checkpoints/")}
+    for there in [there for commit in commits if isinstance(there := read_commit(world.raw, commit), Manifest)]:
+        counts = lineage.counts(there.id)
+        published = rows.get(there.seq) is ReportState.COMMITTED and sum(other.seq == there.seq for other in commits) == 1
+        assert counts or not published, f"{there.id} is published as committed and does not count"
+        assert f"{there.location}/w" in present or not counts, f"{there.id} is committed and its files are gone"
     for seq, state in world.rows.items():
         assert rows.get(seq) == state, f"the published row {seq} was {state} and is {rows.get(seq)}"
-    for commit in world.acked:
-        assert rows.get(commit.seq, ReportState.COMMITTED) is ReportState.COMMITTED, f"{commit}: row {rows[commit.seq]}"
     return rows
+
+
+def check_acknowledged(world: World, lineage: Lineage) -> None:
+    """What was said to be committed stays so; what was given up is never committed."""
+    assert len({commit.seq for commit in world.acked}) == len(world.acked), f"one seq acknowledged twice: {world.acked}"
+    rows = _rows(world)
+    for commit in world.acked:
+        there = read_commit(world.raw, commit)
+        newer = any(other.seq > commit.seq for other in world.acked)
+        assert not isinstance(there, Tombstone), f"{commit} was acknowledged and is a tombstone"
+        assert there is not None or newer, f"{commit} was acknowledged and is gone, with no newer one acknowledged"
+        assert there is None or lineage.counts(commit), f"{commit} was acknowledged and does not count"
+        assert rows.get(commit.seq, ReportState.COMMITTED) is ReportState.COMMITTED, f"{commit}: row {rows[commit.seq]}"
+    for commit in world.given_up:
+        assert not isinstance(read_commit(world.raw, commit), Manifest), f"{commit} was given up and is committed"
 
 
 def _rows(world: World) -> dict[int, ReportState]:
@@ -420,6 +422,7 @@ def _step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publish and prune at once and on the actor's own thread, so that each actor is one sequence of calls."""
     monkeypatch.setattr(ckpt.publishing, "FLUSH_INTERVAL", 0.0)
     monkeypatch.setattr(ckpt.commits, "_READERS", 1)
+    monkeypatch.setattr(ckpt._memory, "_objects", {})  # what other tests left there would be listed thousands of times
 
     def prune(self: Pruner, commit: CommitId, record: ReportRecord) -> None:
         self._queue.put((commit, record))
@@ -464,16 +467,35 @@ def test_two_uploads_of_which_the_second_commits_first() -> None:
 
 def test_a_claim_that_never_started_wakes_up() -> None:
     """A driver that is replaced between its claim and its start changes nothing for the one that replaced it."""
+    print("interleavings:", explore(_woken_claim))
+
+
+def _woken_claim(world: World) -> None:
+    owner(world, 0, published=False)
+    slow = world.storage()
+    pause, resume = _held_claim(world, slow)
+    world.add("second", slow, resume)
+    newcomer(world, "third", own=0)
+    pause()
+
+
+def test_garbage_collection_races_with_an_upload_that_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it removes cannot be committed any more: an upload of an old driver finds its place taken."""
+    print("interleavings:", explore(_collection(monkeypatch)))
+
+
+def _collection(monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    monkeypatch.setattr(ckpt.collecting, "_READERS", 1)
+    monkeypatch.setattr(ckpt.collecting, "Owner", lambda: _dead("second"))
 
     def scenario(world: World) -> None:
-        owner(world, 0, published=False)
-        slow = world.storage()
-        pause, resume = _held_claim(world, slow)
-        world.add("second", slow, resume)
-        newcomer(world, "third", own=0)
-        pause()
+        owner(world, 1, 0, published=False)
+        storage = world.storage()
+        world.raw.create("run.json", b"{}")
+        monkeypatch.setattr(ckpt.reading, "open_storage", lambda *args, **kwargs: storage)
+        world.add("second", storage, lambda: ckpt.collecting.collect(world.raw.uri) and None)
 
-    print("interleavings:", explore(scenario))
+    return scenario
 
 
 def _held_claim(world: World, storage: Scheduled) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -564,6 +586,20 @@ def test_listing_before_claiming_is_caught() -> None:
     with pytest.raises(ViolationError) as caught:
         explore(scenario)
     print(caught.value)
+
+
+def test_a_start_object_left_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer that does not take the place of unstarted attempts goes on from what one of them supersedes."""
+    monkeypatch.setattr(ckpt.attempts, "_close_unstarted", lambda objects, lineage: None)
+    with pytest.raises(ViolationError, match="is published as committed and does not count"):
+        explore(_woken_claim)
+
+
+def test_collecting_without_settling_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files whose report is still open may be committed after they were removed."""
+    monkeypatch.setattr(ckpt.collecting, "_settle", lambda *args: None)
+    with pytest.raises(ViolationError, match="is committed and its files are gone"):
+        explore(_collection(monkeypatch))
 
 
 def test_acknowledging_without_a_fence_check_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

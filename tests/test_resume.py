@@ -504,7 +504,7 @@ def test_a_fenced_owner_that_only_reports_metrics_publishes_nothing(tmp_path, st
     with open_run(config, owner=Owner(started=1)) as run:
         report(run, tmp_path, 0).wait(DEADLINE)
         assert run.publisher.wait_published(1, DEADLINE)
-        eventually(lambda: run.publisher.next_flush(), lambda due: due is None)
+        eventually(run.publisher.next_flush, lambda due: due is None)
         rows = [entry.key for entry in objects(config).list("history/")]
         successor, *_ = claim(objects(config), Owner(), lambda _: None)
         successor.end("ended")

@@ -299,9 +299,10 @@ def check_end(uri: str, folder: Path, figures: Figures) -> Iterator[str]:
         yield f"the newest at the end is {result.checkpoint}"
     if not KEPT <= len(result.best_checkpoints) <= KEPT + 1:
         yield f"{len(result.best_checkpoints)} are retained"
-    left = [str(path) for path in (folder / "tmp").rglob("*") if "trainer-" not in str(path)]
+    left = {str(path) for path in (folder / "tmp").glob("*") if not path.name.startswith(("trainer-", ".ckpt-staging"))}
+    left |= {str(path) for path in (folder / "tmp").glob(".ckpt-staging*/*")}
     if left:
-        yield f"left in the temporary folder: {left}"
+        yield f"left in the temporary folder: {sorted(left)}"
 
 
 def check_collection(uri: str, figures: Figures) -> Iterator[str]:
