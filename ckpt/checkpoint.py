@@ -18,7 +18,7 @@ from ckpt.layout import COMMITS, MANIFEST_SUFFIX, parse_commit
 from ckpt.manifest import FileEntry, Manifest, decode_commit
 from ckpt.metrics import Metrics, freeze_metrics
 from ckpt.staging import scan
-from ckpt.storage import Progress, Storage, join_uri, normalize_uri, open_storage
+from ckpt.storage import Below, Progress, Storage, join_uri, normalize_uri, open_storage
 from ckpt.transferring import download_files, ignore_progress, list_files
 
 _IN_RUN = re.compile(r"(?P<run>.+)/(?P<location>checkpoints/.+-a\d+(-\d+)?)")
@@ -41,7 +41,7 @@ class Checkpoint:
         ConfigError: the URI, the credentials' form or an option cannot be used.
     """
 
-    __slots__ = ("_commit_uri", "_credentials", "_manifest", "_metadata", "_options", "_uri")
+    __slots__ = ("_commit_uri", "_credentials", "_manifest", "_metadata", "_opened", "_options", "_uri")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Checkpoint:
         self._commit_uri = commit_uri
         self._manifest: Manifest | None = None
         self._metadata: dict[str, Any] = {}
+        self._opened: dict[str, Storage] = {}
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -202,10 +203,11 @@ class Checkpoint:
         finally:
             shutil.rmtree(parent, ignore_errors=True)
 
-    def with_manifest(self, manifest: Manifest) -> Checkpoint:
-        """The same reference, knowing its manifest."""
+    def with_manifest(self, manifest: Manifest, storage: Storage) -> Checkpoint:
+        """The same reference, knowing its manifest, and the open storage that its run or its prefix lies in."""
         other = Checkpoint(self._uri, self._credentials, storage_options=self._options, commit_uri=self._commit_uri)
         other._manifest = manifest
+        other._opened[storage.uri] = storage
         return other
 
     def _present_files(self) -> list[FileEntry]:
@@ -222,12 +224,16 @@ class Checkpoint:
     def _find_manifest(self) -> Manifest | None:
         """By its known URI, beside the directory (standalone), or among the run's commits."""
         if self._commit_uri:
-            return self._read_manifest(*self._commit_uri.rsplit("/", 1))
-        parent, _, name = self._uri.rpartition("/")
-        if parent and not parent.endswith(":/") and (found := self._read_manifest(parent, name + MANIFEST_SUFFIX)):
-            return found
-        match = _IN_RUN.fullmatch(self._uri)
-        return self._search(match["run"], match["location"]) if match else None
+            root, commits, key = self._commit_uri.rpartition(f"/{COMMITS}")
+            return self._read_manifest(root, COMMITS + key) if commits else self._beside(self._commit_uri)
+        if match := _IN_RUN.fullmatch(self._uri):
+            return self._search(match["run"], match["location"])
+        return self._beside(self._uri + MANIFEST_SUFFIX)
+
+    def _beside(self, commit_uri: str) -> Manifest | None:
+        """The manifest of a standalone checkpoint."""
+        root, _, key = commit_uri.rpartition("/")
+        return self._read_manifest(root, key) if root and not root.endswith(":/") else None
 
     def _search(self, run: str, location: str) -> Manifest | None:
         storage = self._open(run)
@@ -247,7 +253,12 @@ class Checkpoint:
         return commit if isinstance(commit, Manifest) else None
 
     def _open(self, uri: str) -> Storage:
-        return open_storage(uri, credentials=self._credentials, storage_options=self._options)
+        """The storage at `uri`; below one that is open already, on the same connections."""
+        for root, storage in self._opened.items():
+            if uri == root or uri.startswith(f"{root}/"):
+                return storage if uri == root else Below(storage, uri.removeprefix(f"{root}/"))
+        self._opened[uri] = open_storage(uri, credentials=self._credentials, storage_options=self._options)
+        return self._opened[uri]
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._uri!r})"

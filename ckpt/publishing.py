@@ -127,7 +127,7 @@ class Publisher:
     def reference(self, manifest: Manifest) -> Checkpoint:
         """The reference of a commit of this run."""
         uri = manifest.location if manifest.external else join_uri(self._storage.uri, manifest.location)
-        return self.refer(uri, join_uri(self._storage.uri, manifest.id.key)).with_manifest(manifest)
+        return self.refer(uri, join_uri(self._storage.uri, manifest.id.key)).with_manifest(manifest, self._storage)
 
     def adopt(self, retained: Sequence[ReportRecord], unpublished: Sequence[ReportRecord]) -> None:
         """Take over from earlier attempts: what is retained, and the rows that nobody had published."""

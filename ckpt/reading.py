@@ -107,7 +107,7 @@ class RunFiles:
     def checkpoint(self, manifest: Manifest) -> Checkpoint:
         """The reference of a commit, knowing its manifest."""
         uri = manifest.location if manifest.external else join_uri(self.uri, manifest.location)
-        return self.refer(uri, join_uri(self.uri, manifest.id.key)).with_manifest(manifest)
+        return self.refer(uri, join_uri(self.uri, manifest.id.key)).with_manifest(manifest, self.storage)
 
     def best(self, manifests: list[Manifest], attribute: str | None = None, order: ScoreOrder | None = None) -> Manifest:
         """The best by a metric, the run's own by default, evaluations included.

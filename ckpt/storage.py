@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -197,6 +197,52 @@ class _Opener:
             memory_budget=self.memory_budget,
             stall_timeout=self.stall_timeout,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The part of a storage below a folder, as a storage of its own: with the same connections, memory and retries."""
+
+    inner: Storage
+    folder: str
+    """Relative to the inner storage's root, without a final slash."""
+
+    @property
+    def uri(self) -> str:
+        """The root."""
+        return join_uri(self.inner.uri, self.folder)
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Objects`."""
+        self.inner.create(self._key(key), data)
+
+    def write(self, key: str, data: bytes) -> None:
+        """See `Objects`."""
+        self.inner.write(self._key(key), data)
+
+    def read(self, key: str) -> bytes:
+        """See `Objects`."""
+        return self.inner.read(self._key(key))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See `Objects`."""
+        for entry in self.inner.list(self._key(prefix)):
+            yield replace(entry, key=entry.key.removeprefix(f"{self.folder}/"))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Objects`."""
+        self.inner.delete([self._key(key) for key in keys])
+
+    def upload(self, source: Path, key: str, *, progress: Progress) -> Receipt:
+        """See `Transfers`."""
+        return self.inner.upload(source, self._key(key), progress=progress)
+
+    def download(self, key: str, target: Path, *, progress: Progress) -> Receipt:
+        """See `Transfers`."""
+        return self.inner.download(self._key(key), target, progress=progress)
+
+    def _key(self, key: str) -> str:
+        return f"{self.folder}/{key}"
 
 
 def scheme_of(uri: str) -> str:

@@ -187,7 +187,7 @@ class _InRun(_Target):
             self._destination.credentials,
             storage_options=self._destination.storage_options,
             commit_uri=join_uri(self.storage.uri, manifest.id.key),
-        ).with_manifest(manifest)
+        ).with_manifest(manifest, self.storage)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -227,7 +227,7 @@ class _Standalone(_Target):
 
     def reference(self, uri: str, manifest: Manifest) -> Checkpoint:
         commit = join_uri(self.storage.uri, self._key)
-        return Checkpoint(uri, self._credentials, commit_uri=commit).with_manifest(manifest)
+        return Checkpoint(uri, self._credentials, commit_uri=commit).with_manifest(manifest, self.storage)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -75,8 +75,10 @@ def _plain(secret: Any) -> Any:
     return secret.get_secret_value() if hasattr(secret, "get_secret_value") else secret
 
 
-_AZURE = {"azure-blob-storage-credentials": _azure}
-_OPTIONS: dict[str, dict[str, Callable[[Any], Mapping[str, Any]]]] = {
+_Reader = Callable[[Any], Mapping[str, Any]]
+"""Options of a file system, from a loaded block."""
+_AZURE: dict[str, _Reader] = {"azure-blob-storage-credentials": _azure}
+_OPTIONS: dict[str, dict[str, _Reader]] = {
     "s3": {"aws-credentials": _aws, "minio-credentials": _minio},
     "gs": {"gcp-credentials": _gcp},
     "gcs": {"gcp-credentials": _gcp},

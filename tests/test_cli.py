@@ -189,8 +189,7 @@ def test_show_tells_a_run_that_goes_on_from_one_that_ended(tmp_path, document):
 @pytest.mark.parametrize(
     ("which", "seq"),
     [
-        ("latest", 2), ("best", 1), ("0", 0), ("best:loss:max", 2),
-        pytest.param("best:val/acc:max", 2, marks=pytest.mark.xfail(reason="split_reference", strict=False)),
+        ("latest", 2), ("best", 1), ("0", 0), ("best:loss:max", 2), ("best:val/acc:max", 2),
     ],
 )  # fmt: skip
 def test_show_of_a_reference_tells_everything_about_the_checkpoint(digits, command, document, which, seq):
@@ -321,10 +320,10 @@ class Interrupting(WrappedStorage):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_restore_stops_at_once_and_leaves_nothing(digits, tmp_path, command, monkeypatch, number):
-    plain = ckpt.checkpoint.open_storage
+    plain = ckpt.reading.open_storage
     monkeypatch.setattr(Interrupting, "number", number)
     monkeypatch.setattr(Interrupting, "_sent", threading.Lock())
-    monkeypatch.setattr(ckpt.checkpoint, "open_storage", lambda *given, **named: Interrupting(plain(*given, **named)))
+    monkeypatch.setattr(ckpt.reading, "open_storage", lambda *given, **named: Interrupting(plain(*given, **named)))
     before = sorted(tmp_path.iterdir())
     if number == signal.SIGINT:
         code, out, err = command("restore", digits, "--to", tmp_path / "out")

@@ -38,9 +38,8 @@ from ckpt.errors import CheckpointNotFoundError
 from ckpt.verifying import verify
 
 PROGRAM = Path(__file__).with_name("little_training.py")
-EPOCHS = 24
-FACTS = 24
-"""A life is killed after at most so many facts; a whole run notes some 60."""
+EPOCHS = {"local": 24, "moto": 12, "rclone": 12}
+"""Of one run, by the store. A life is killed after at most so many facts; each epoch has two or three."""
 OPENING = {"threads": 0.4, "prefect": 2.5}
 """Seconds in which a program that has noted nothing yet is killed; between later facts there are milliseconds."""
 MOMENT = 0.06
@@ -55,6 +54,8 @@ class Place(NamedTuple):
     root: str
     env: Mapping[str, str]
     """What the program needs in its environment to reach it."""
+    epochs: int
+    """Of one run."""
 
 
 class Acked(NamedTuple):
@@ -139,7 +140,7 @@ def live(place: Place, name: str, folder: Path, *, engine: str, facts: int | Non
     notes, errors = folder / "notes.jsonl", folder / "stderr.txt"
     notes.unlink(missing_ok=True)
     command = [sys.executable, str(PROGRAM), "--storage", place.root, "--name", name, "--engine", engine]
-    command += ["--epochs", str(EPOCHS), "--notes", str(notes)]
+    command += ["--epochs", str(place.epochs), "--notes", str(notes)]
     (folder / "tmp").mkdir(exist_ok=True)
     environment = {**os.environ, **place.env, "TMPDIR": str(folder / "tmp")}
     with errors.open("wb") as log:
@@ -181,7 +182,7 @@ def one_run(
     """One run, killed again and again until it survives or there were kills enough."""
     uri, acked, newest = f"{place.root}/{name}", [], None
     while True:
-        facts = chance.randrange(FACTS) if figures.kills < target else None
+        facts = chance.randrange(place.epochs) if figures.kills < target else None
         moment = chance.uniform(0, MOMENT if facts else OPENING[engine])
         life = live(place, name, folder, engine=engine, facts=facts, moment=moment)
         figures.starts += 1
@@ -204,7 +205,7 @@ def one_run(
         figures.problems += [f"{where}: {problem}" for problem in problems]
     figures.runs += 1
     look(uri, figures, acked)
-    ends = [*check_rows(uri, acked), *check_end(uri, folder, figures), *check_collection(uri, figures)]
+    ends = [*check_rows(uri, acked), *check_end(uri, folder, figures, place.epochs), *check_collection(uri, figures)]
     figures.problems += [f"{name} at its end: {problem}" for problem in ends]
     look(uri, figures, acked)
 
@@ -289,18 +290,19 @@ def check_rows(uri: str, acked: list[Acked]) -> Iterator[str]:
         yield f"rows {[(row.seq, row.state.value, row.reason) for row in rows.values()]}"
 
 
-def check_end(uri: str, folder: Path, figures: Figures) -> Iterator[str]:
+def check_end(uri: str, folder: Path, figures: Figures, epochs: int) -> Iterator[str]:
     """A run that was trained to its end has a row for every report, and leaves nothing behind but its store."""
     result = Result.from_path(uri)
     figures.rows_lost += sum(row.state is ReportState.LOST for row in result.history)
     if [row.seq for row in result.history] != list(range(len(result.history))):
         yield f"rows {[row.seq for row in result.history]}"
-    if result.checkpoint is None or result.checkpoint.metrics["epoch"] != EPOCHS - 1:
+    if result.checkpoint is None or result.checkpoint.metrics["epoch"] != epochs - 1:
         yield f"the newest at the end is {result.checkpoint}"
     if not KEPT <= len(result.best_checkpoints) <= KEPT + 1:
         yield f"{len(result.best_checkpoints)} are retained"
-    left = {str(path) for path in (folder / "tmp").glob("*") if not path.name.startswith(("trainer-", ".ckpt-staging"))}
-    left |= {str(path) for path in (folder / "tmp").glob(".ckpt-staging*/*")}
+    theirs = ("trainer-", "checkpoint-")  # what the trainer saved and restored to is its own
+    left = [str(path) for path in (folder / "tmp").glob("*") if not path.name.startswith((*theirs, ".ckpt-staging"))]
+    left += [str(path) for path in (folder / "tmp").glob(".ckpt-staging*/*")]
     if left:
         yield f"left in the temporary folder: {sorted(left)}"
 
@@ -338,11 +340,11 @@ def store(kind: str) -> Iterator[Place]:
     """A store that survives the program; this process reaches it as well."""
     with tempfile.TemporaryDirectory(prefix="ckpt-kills-") as folder:
         if kind == "local":
-            yield Place(f"{folder}/runs", {})
+            yield Place(f"{folder}/runs", {}, EPOCHS[kind])
             return
         with moto() if kind == "moto" else rclone(Path(folder)) as server, mock.patch.dict(os.environ, server.env):
             server.client().create_bucket(Bucket="kills")
-            yield Place("s3://kills/runs", server.env)
+            yield Place("s3://kills/runs", server.env, EPOCHS[kind])
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from uuid import uuid4
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # a program of its own, with the helpers of the tests
 
+import xxhash  # noqa: E402
 from faulty_server import (  # noqa: E402
     Action,
     FaultyServer,
@@ -51,17 +52,15 @@ from ckpt import (  # noqa: E402
     KeepLast,
     ReportRecord,
     ReportState,
-    Result,
     Run,
     RunConfig,
     UploadConfig,
     _s3,
     _s3_client,
-    committed,
     open_run,
 )
 from ckpt.collecting import collect  # noqa: E402
-from ckpt.verifying import verify  # noqa: E402
+from ckpt.manifest import Manifest, decode_commit  # noqa: E402
 
 STALL = 1.0
 """Seconds without a byte that are a stall; a small request has twice as long."""
@@ -229,7 +228,15 @@ def run_cell(cell: Cell, server: S3Server, bucket: str) -> Figures:
         training = _Training(cell, proxy, f"s3://{bucket}/{uuid4().hex}", Path(folder))
         training.run()
         figures.injected = training.injection.injected
-        figures.problems = [f"{cell}: {problem}" for problem in training.check(figures)]
+        root = training.config.storage_path
+        problems = [*training.check(_objects(server, bucket, root), figures)]
+        if not training.operation.fails:
+            training.collect()
+            left = _objects(server, bucket, root)
+            figures.torn += sum(not _is_whole(left, manifest) for manifest in _manifests(left))
+            locations = tuple(f"{manifest.location}/" for manifest in _manifests(left))
+            problems += [f"{key} is left" for key in left if key.startswith("checkpoints/") and not key.startswith(locations)]
+        figures.problems = [f"{cell}: {problem}" for problem in problems]
         figures.left = len(_uploads(server, bucket, training.config.storage_path))
     if figures.left:
         figures.problems.append(f"{cell}: {figures.left} multipart uploads left")
@@ -278,33 +285,28 @@ class _Training:
         self.contents[name] = files
         self.records[name] = run.report({}, Checkpoint.from_directory(source), name).wait(WAIT)
 
-    def check(self, figures: Figures) -> Iterator[str]:
-        """What must be right at the end."""
-        uri = f"{self.config.storage_path}/run"
-        access = {"storage_options": self.config.storage_options}
-        rows = {row.name: row for row in Result.from_path(uri, **access).history}
-        visible = {item.manifest.name: item for item in committed(uri, **access)}
-        figures.torn += sum(not verify(item).ok for item in visible.values())
+    def check(self, objects: dict[str, bytes], figures: Figures) -> Iterator[str]:
+        """What must be right at the end, given every object of the run as the server has it."""
+        rows = {row.name: row for row in self.result.history}
+        visible = {manifest.name: manifest for manifest in _manifests(objects)}
+        figures.torn += sum(not _is_whole(objects, manifest) for manifest in visible.values())
         for name, record in self.records.items():
             figures.reports += 1
             figures.committed += record.state is ReportState.COMMITTED
             figures.failed += record.state is ReportState.FAILED
             told = record.state is ReportState.FAILED and record.reason
             kept = name == "after" or self.operation.fails
-            whole = record.state is ReportState.COMMITTED and (not kept or self._whole(name, visible.get(name)))
+            whole = record.state is ReportState.COMMITTED and (
+                not kept or (name in visible and _files(objects, visible[name]) == self.contents[name])
+            )
             if not told and not whole:
                 figures.lost += 1
                 yield f"report {name} is {record.state} and is not there"
             if name not in rows or rows[name].state is not record.state:
                 yield f"the row of {name} is {rows.get(name)}"
         yield from self._check_states()
-        yield from self._check_deleted(uri, access, visible)
-
-    def _whole(self, name: str, checkpoint: Checkpoint | None) -> bool:
-        if checkpoint is None:
-            return False
-        restored = checkpoint.to_directory(self.folder / f"restored-{name}")
-        return {path: (restored / path).read_bytes() for path in self.contents[name]} == self.contents[name]
+        if self.cell.within and not self.operation.fails and set(visible) != {"after"}:
+            yield f"{sorted(visible)} are still there"
 
     def _check_states(self) -> Iterator[str]:
         states = {name: record.state for name, record in self.records.items()}
@@ -327,15 +329,36 @@ class _Training:
         patient = self.cell.fault == "latency" and self.cell.operation == "end of parts"
         return patient or (self.fault.harmless and self.records["under"].state is ReportState.COMMITTED)
 
-    def _check_deleted(self, uri: str, access: dict[str, Any], visible: dict[str, Checkpoint]) -> Iterator[str]:
-        if self.operation.fails:
-            return
-        if self.cell.within and set(visible) != {"after"}:
-            yield f"{sorted(visible)} are still there"
-        if not self.cell.within:
-            collect(uri, **access)
-            if not all(verify(item).ok for item in committed(uri, **access)):
-                yield "garbage collection tore a checkpoint"
+    def collect(self) -> None:
+        """Remove what deletions that failed have left."""
+        collect(f"{self.config.storage_path}/run", storage_options=self.config.storage_options)
+
+
+def _objects(server: S3Server, bucket: str, root: Any) -> dict[str, bytes]:
+    """What the server itself has of a run."""
+    client, prefix = server.client(), f"{str(root).removeprefix(f's3://{bucket}/')}/run/"
+    found = client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+    return {
+        item["Key"].removeprefix(prefix): client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
+        for item in found
+    }
+
+
+def _manifests(objects: dict[str, bytes]) -> list[Manifest]:
+    found = [decode_commit(data, key) for key, data in objects.items() if key.startswith("commits/")]
+    return [item for item in found if isinstance(item, Manifest)]
+
+
+def _files(objects: dict[str, bytes], manifest: Manifest) -> dict[str, bytes | None]:
+    return {file.path: objects.get(f"{manifest.location}/{file.path}") for file in manifest.files}
+
+
+def _is_whole(objects: dict[str, bytes], manifest: Manifest) -> bool:
+    found = _files(objects, manifest)
+    return all(
+        (data := found[file.path]) is not None and file.digest == f"xxh3-128:{xxhash.xxh3_128_hexdigest(data)}"
+        for file in manifest.files
+    )
 
 
 def _uploads(server: S3Server, bucket: str, root: Any) -> list[str]:
