@@ -138,6 +138,8 @@ def decode_commit(data: bytes, where: str) -> Manifest | Tombstone:
     try:
         if body["kind"] == "tombstone":
             return Tombstone(**typed(body, _TOMBSTONE_FIELDS))
+        if body["kind"] != "manifest":
+            raise TypeError(f"kind is {body['kind']!r:.40}")
         files = tuple(FileEntry(path=item["path"], **typed(item, ("size", "digest", "mode"))) for item in body["files"])
         known = typed(body, (name for name in _FIELDS if name != "empty_dirs"))
         return Manifest(**known, files=files, empty_dirs=tuple(body["empty_dirs"]))
