@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ _PICKLE = b"\x80"
 """What every pickle since protocol 2 begins with; a file of that name that does not is somebody else's."""
 
 
-def check_shards(storage: Transfers, prefix: str, sizes: Mapping[str, int], scratch: Path) -> None:
+def check_shards(
+    storage: Transfers, prefix: str, sizes: Mapping[str, int], scratch: Callable[[], AbstractContextManager[Path]]
+) -> None:
     """Check that every shard file a DCP checkpoint's `.metadata` refers to is there, with at least the length it refers
     to.
 
@@ -28,19 +31,17 @@ def check_shards(storage: Transfers, prefix: str, sizes: Mapping[str, int], scra
         storage: where the files are.
         prefix: of their keys, with its final slash; empty at the storage's root.
         sizes: bytes by path, as listed.
-        scratch: a folder for the copy of `.metadata`.
+        scratch: makes a folder for the copy of `.metadata`; only called if there is one.
 
     Raises:
         CorruptCheckpointError: a shard is missing or too short, or `.metadata` cannot be read; the file is named.
     """
     if METADATA not in sizes:
         return
-    copy = scratch / "metadata"
-    storage.download(prefix + METADATA, copy, progress=ignore_progress)
-    try:
+    with scratch() as folder:
+        copy = folder / "metadata"
+        storage.download(prefix + METADATA, copy, progress=ignore_progress)
         needed = _lengths(copy)
-    finally:
-        copy.unlink()
     for path, length in sorted(needed.items()):
         if sizes.get(path, -1) < length:
             has = f"has {sizes[path]} bytes" if path in sizes else "is missing"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-from ckpt._files import NewFile, Source
+from ckpt._files import Guarded, NewFile, Source, translate_os_error
 from ckpt.errors import ObjectExistsError, ObjectNotFoundError
 from ckpt.storage import Entry, Progress, Receipt, check_key, normalize_uri
 
@@ -86,10 +86,16 @@ class MemoryStorage:
     def download(self, key: str, target: Path, *, progress: Progress) -> Receipt:
         """Copy an object to a local file."""
         held = self._get("download", key)
-        with NewFile(target.parent) as writing:
-            writing.write(held.data)
-            progress(len(held.data))
-            writing.replace(target)
+        moved = Guarded(progress)
+        try:
+            with NewFile(target.parent) as writing:
+                writing.write(held.data)
+                moved(len(held.data))
+                writing.replace(target)
+        except OSError as error:
+            if error is moved.error:
+                raise
+            raise translate_os_error("write", target, error) from error
         return Receipt(size=len(held.data), digest=writing.digest, etag=held.etag)
 
     def _path(self, key: str) -> str:

@@ -241,7 +241,7 @@ class S3Client:
             beginning.add_done_callback(lambda done: self._abort_begun(path, done))
             raise
         except TransientStorageError:
-            await self._abort_unknown(path)
+            await asyncio.shield(keep(self._abort_unknown(path)))
             raise
         return str(answer["UploadId"])
 

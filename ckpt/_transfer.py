@@ -184,6 +184,8 @@ class Watch:
             while not concurrent.futures.wait([future], max(0.0, min(self.left(), LISTEN_EVERY))).done:
                 if self.left() <= 0:
                     raise StalledError(f"{what}: no byte moved for {self._timeout:g} s")
+                if self.error is not None:
+                    raise self.error
                 loop.call_soon_threadsafe(self._hear, 0)  # an abort must not wait for a byte
             result = future.result()
             if self.error is not None:

@@ -54,6 +54,8 @@ class Owner:
     """The process's start, in the kernel's ticks: a pid alone may be another process's by now."""
     user: str = field(default_factory=lambda: _user())  # noqa: PLW0108 - defined below
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
+    lease_time: float = LEASE_TIME
+    """Seconds of silence after which this owner may be replaced; whoever watches it waits at least so long."""
     flow_run_id: str | None = None
     run_count: int = 0
     """How often this flow run was started, from Prefect; a retry has a higher one."""
@@ -155,7 +157,9 @@ class Attempt:
     def end(self, status: str) -> None:
         """Say that this attempt ended by itself, so that the next need not wait for its lease to run out."""
         try:
-            self.objects.create(end_key(self.number), encode({"format": FORMAT, "status": status, "ended": time.time()}))
+            self.objects.create(
+                end_key(self.number), encode({"format": FORMAT, "status": status, "ended": time.time()})
+            )
         except ObjectExistsError:
             pass  # ours, from a try whose answer got lost
         finally:
@@ -213,7 +217,9 @@ def begin(attempt: Attempt, choose: Choose, *, upkeep: bool = False) -> tuple[St
         origin="" if chosen is None else chosen.origin,
         upkeep=upkeep,
     )
-    with suppress(ObjectExistsError):  # ours, from a try whose answer got lost; or void, and then the fence shows by whom
+    with suppress(
+        ObjectExistsError
+    ):  # ours, from a try whose answer got lost; or void, and then the fence shows by whom
         attempt.objects.create(start_key(attempt.number), encode({"format": FORMAT, **start.to_json()}))
     attempt.check_fence()
     return start, found
@@ -269,6 +275,8 @@ def _check_gone(
     owner = _owner(objects.read(claim_key(attempt)), claim_key(attempt))
     if owner is not None and owner.is_gone(newcomer):
         return
+    if owner is not None:
+        lease_time = max(lease_time, owner.lease_time)
     logger.warning(
         "%s: attempt %d (%s) has not ended; watching it for a sign of life for up to %.0f s",
         objects.uri, attempt, owner, lease_time,
@@ -296,7 +304,7 @@ def _lease(objects: Objects, attempt: int) -> bytes | None:
 def _owner(body: bytes, where: str) -> Owner | None:
     try:
         found = decode_object(body, where)
-        return Owner(**{key: found[key] for key in Owner.__dataclass_fields__})
+        return Owner(**{key: found[key] for key in Owner.__dataclass_fields__ if key in found or key != "lease_time"})
     except (FormatError, KeyError, TypeError):
         return None
 

@@ -130,6 +130,8 @@ class Checkpoint:
         if self._committed():
             return list(self.manifest.files)
         if self.is_local:
+            if not Path(self._uri).is_dir():
+                raise CheckpointNotFoundError(f"nothing is at {self._uri}, and no manifest names it")
             return [FileEntry(path=file.path, size=file.size, mode=file.mode) for file in scan(Path(self._uri)).files]
         return list(list_files(self.open()))
 
@@ -175,7 +177,9 @@ class Checkpoint:
         """
         target = Path(tempfile.mkdtemp(prefix="checkpoint-")) if path is None else Path(path).absolute()
         if target.is_symlink():
-            raise ConfigError(f"cannot restore into {target}: it is a symbolic link; name the directory that it leads to")
+            raise ConfigError(
+                f"cannot restore into {target}: it is a symbolic link; name the directory that it leads to"
+            )
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"cannot restore into {target}: it exists and is not an empty directory; name a new one")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from ckpt.publishing import Publisher, Retention
 from ckpt.reading import RunFiles, open_run_files
 from ckpt.slots import UploadSlots
 from ckpt.storage import Entry, Objects, join_uri
+from ckpt.transferring import sweep_uploads
 
 logger = logging.getLogger("ckpt")
 
@@ -48,7 +49,8 @@ def collect(
     """Remove what no commit of a run names: the files of uploads that a crash cut short, of deletions half done.
 
     It claims an attempt first, as a new driver would, and settles every open report, so that no upload of an old driver can
-    commit what is being removed. Files outside `checkpoints/`, and external checkpoints, are never touched.
+    commit what is being removed, and aborts the multipart uploads that dead drivers left. Files outside `checkpoints/`, and
+    external checkpoints, are never touched.
 
     Args:
         run: `<storage_path>/<name>`.
@@ -67,7 +69,8 @@ def collect(
         return _told(files, orphans(files.storage))
     attempt, start, found = claim(files.storage, Owner(), lambda _: None, lease_time=lease_time, upkeep=True)
     try:
-        _settle(files, attempt, start, found)
+        sweep_uploads(files.storage)
+        settle(files, attempt, start, found)
         left = orphans(files.storage)
         attempt.check_fence()  # whoever claims from here on uploads to locations that were not there to be listed
         files.storage.delete([entry.key for entries in left.values() for entry in entries])
@@ -103,7 +106,8 @@ def _folders(key: str) -> list[str]:
     return ["/".join(parts[:count]) for count in range(2, len(parts))]
 
 
-def _settle(files: RunFiles, attempt: Attempt, start: Start, found: Found) -> None:
+def settle(files: RunFiles, attempt: Attempt, start: Start, found: Found) -> None:
+    """Publish what an earlier driver committed and did not publish, and give up what it left open."""
     publisher = Publisher(
         run=files.name, storage=files.storage, attempt=attempt, start=start, retention=Retention(), refer=files.refer
     )

@@ -78,9 +78,7 @@ class Lineage:
 
     def counts(self, commit: CommitId) -> bool:
         """Whether no later attempt superseded this commit (or history row)."""
-        return all(
-            commit.seq < start.first_seq for attempt, start in self.starts.items() if attempt > commit.attempt
-        )
+        return all(commit.seq < start.first_seq for attempt, start in self.starts.items() if attempt > commit.attempt)
 
     def owner_of(self, seq: int) -> int:
         """The attempt whose report `seq` is: the newest one that had begun by then."""

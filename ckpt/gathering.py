@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
 from ckpt.attempts import Found, Owner, claim
 from ckpt.checkpoint import Checkpoint
+from ckpt.collecting import settle
 from ckpt.credentials import Credentials
 from ckpt.errors import ConfigError, UploadFailedError
-from ckpt.history import commit_of
 from ckpt.layout import MANIFEST_SUFFIX, CommitId
 from ckpt.notes import Notes
 from ckpt.publishing import delete_checkpoint
@@ -18,6 +19,8 @@ from ckpt.records import ReportRecord, ReportState
 from ckpt.result import Result, Totals
 from ckpt.retention import Candidate, RetentionPolicy, evicted, rank
 from ckpt.storage import open_storage
+
+logger = logging.getLogger("ckpt")
 
 
 def gather_records(
@@ -64,8 +67,9 @@ def prune(
         RunBusyError: a driver owns the run and is alive.
     """
     files = open_run_files(run, credentials, storage_options=storage_options)
-    attempt, _, found = claim(files.storage, Owner(), lambda _: None, upkeep=True)
+    attempt, start, found = claim(files.storage, Owner(), lambda _: None, upkeep=True)
     try:
+        settle(files, attempt, start, found)
         files = open_run_files(run, credentials, storage_options=storage_options)
         notes = Notes(files.storage)
         notes.refresh()
@@ -117,18 +121,24 @@ def _record(item: ReportRecord | BaseException, index: int) -> ReportRecord:
 
 
 def _retain(rows: list[ReportRecord], retention: RetentionPolicy) -> list[ReportRecord]:
-    candidates = [Candidate(id=commit_of(row), metrics=row.metrics, created=row.created) for row in rows]
-    gone = set(evicted(candidates, retention, set()))
-    for row in rows:
-        if commit_of(row) in gone and row.checkpoint is not None:
-            _delete_standalone(row.checkpoint)
-    return [row for row in rows if commit_of(row) not in gone]
+    """Rows that stay; the others' checkpoints are deleted. Callers may leave `seq` out, so their place is their id."""
+    candidates = [
+        Candidate(id=CommitId(place, 0), metrics=row.metrics, created=row.created) for place, row in enumerate(rows)
+    ]
+    gone = {commit.seq for commit in evicted(candidates, retention, set())}
+    for place in gone:
+        if (checkpoint := rows[place].checkpoint) is not None:
+            _delete_standalone(checkpoint)
+    return [row for place, row in enumerate(rows) if place not in gone]
 
 
 def _delete_standalone(checkpoint: Checkpoint) -> None:
     """The manifest first, so that a half-deleted checkpoint does not exist; then the files it listed, and no others."""
-    files = checkpoint.manifest.files
+    manifest = checkpoint.manifest
     root, _, folder = checkpoint.uri.rpartition("/")
+    if manifest.location != folder:
+        logger.warning("Not deleting %s: a custom function put it there, or it belongs to a run", checkpoint.uri)
+        return
     storage = open_storage(root, credentials=checkpoint.credentials, storage_options=checkpoint.storage_options)
     storage.delete([folder + MANIFEST_SUFFIX])
-    storage.delete([f"{folder}/{file.path}" for file in files])
+    storage.delete([f"{folder}/{file.path}" for file in manifest.files])

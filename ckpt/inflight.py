@@ -58,12 +58,14 @@ class Flight:
             callback(reason)
 
     def progress(self, nbytes: int) -> None:
-        """Bytes moved (0: only asks); raises `DeadlineError` inside the transfer once it was aborted."""
+        """A sign of life: bytes moved; raises `DeadlineError` inside the transfer once it was aborted.
+
+        0 is one too: bytes that are sent again are not counted again, and a pause between two tries is short of its budget.
+        """
         if self.aborted is not None:
             raise DeadlineError(self.aborted)
-        if nbytes:
-            self.moved += nbytes
-            self.active = time.monotonic()
+        self.moved += nbytes
+        self.active = time.monotonic()
 
 
 class Locations:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ckpt.inflight import Destination, Live, Locations
 from ckpt.manifest import git_commit
 from ckpt.ordering import ReportLine
 from ckpt.ordering import gather as gather_line
-from ckpt.publishing import Observer, Publisher, Retention, raise_if_red
+from ckpt.publishing import Observer, Publisher, Retention
 from ckpt.records import Report, ReportRecord, Submit
 from ckpt.result import Result
 from ckpt.resuming import chooser, describe_start, restored, run_info
@@ -31,6 +32,7 @@ from ckpt.run import Gather, Run
 from ckpt.slots import UploadSlots
 from ckpt.staging import Staging, staging_candidates
 from ckpt.storage import Storage, join_uri, normalize_uri, open_storage
+from ckpt.transferring import sweep_uploads
 from ckpt.uploading import upload
 
 logger = logging.getLogger("ckpt")
@@ -61,10 +63,11 @@ def open_run(
     Raises:
         RunBusyError: another driver owns the run and is alive.
         StorageError: the storage cannot be used; said before any training.
+        FencedError: at the end, if another driver took the run over and no report has said so.
         CheckpointsLostError: at the end, by the failure policy; carries `.result`. The block's own exception wins.
     """
     with ExitStack() as stack:
-        run = _start(config, submit, owner or Owner(), observers or [], stack)
+        run = _start(config, submit, replace(owner or Owner(), lease_time=config.lease_time), observers or [], stack)
         run.begin(gather or _gather_in_thread)
         error: BaseException | None = None
         try:
@@ -75,7 +78,7 @@ def open_run(
             raise
         finally:
             finish(run, error)
-        raise_if_red(run.publisher, config.failure_policy, run.result)
+        run.check_end()
 
 
 def finish(run: Run, error: BaseException | None) -> None:
@@ -101,8 +104,10 @@ def _start(config: RunConfig, submit: Submit | None, owner: Owner, observers: li
     objects = storage if enforced else LooksFirst(storage)
     info = run_info(config, objects)
     attempt, start, found = claim(objects, owner, chooser(config, storage, info, owner), lease_time=config.lease_time)
-    stack.callback(_end_attempt, attempt)
-    stack.enter_context(_lease(attempt, config.lease_time / 3, run_of := []))
+    run_of: list[Run] = []
+    stack.callback(_end_attempt, attempt, run_of)
+    stack.enter_context(_lease(attempt, config.lease_time / 3, run_of))
+    sweep_uploads(storage)
     local = None if "://" in uri else Path(root)
     label = f"{config.name}-{str(info.get('run_id', ''))[:8]}"
     staging = Staging(staging_candidates(config.staging_dir, local), label)
@@ -216,10 +221,25 @@ def _lease(attempt: Attempt, interval: float, run_of: list[Run]) -> Iterator[Non
         thread.join(5.0)
 
 
-def _end_attempt(attempt: Attempt) -> None:
-    try:
-        attempt.end("ended")
-    except StorageError as error:
+def _end_attempt(attempt: Attempt, run_of: list[Run]) -> None:
+    """Record the end; a process that was told to stop does not wait for a store that does not answer."""
+
+    def end() -> None:
+        try:
+            attempt.end("ended")
+        except StorageError as error:
+            logger.warning(
+                "The end of attempt %d could not be recorded; the next waits for its lease: %s", attempt.number, error
+            )
+
+    left = run_of[0].time_left() if run_of else None
+    if left is None:
+        end()
+        return
+    thread = threading.Thread(target=end, name="ckpt-end", daemon=True)
+    thread.start()
+    thread.join(max(1.0, left))
+    if thread.is_alive():
         logger.warning(
-            "The end of attempt %d could not be recorded; the next waits for its lease: %s", attempt.number, error
+            "The end of attempt %d could not be recorded in time; the next waits for its lease", attempt.number
         )

@@ -49,13 +49,18 @@ class Reported:
         if self.final is not None:
             return self.final
         assert self.pending is not None
+        over = self.settled.is_set()
         try:
             return self.pending.result(timeout)
         except UploadFailedError as error:
             return error.record
-        except TimeoutError:
+        except TimeoutError as error:
             if self.final is not None:
                 return self.final
+            if over:
+                return self.failed(
+                    f"{type(error).__name__}: {error}"
+                )  # how the engine's work ended, and no wait of ours
             raise
         except PASS_THROUGH as error:
             return self.failed(f"interrupted by {type(error).__name__}")
@@ -139,7 +144,7 @@ def _gather(line: ReportLine) -> Result:
 
 def _await(reported: Reported, line: ReportLine) -> ReportRecord:
     """The record of the head of the line; meanwhile flushes, warns of slow uploads, and watches for a dead one."""
-    warned = time.monotonic()
+    warned = began = time.monotonic()
     while True:
         flush = line.publisher.next_flush()
         try:
@@ -149,7 +154,7 @@ def _await(reported: Reported, line: ReportLine) -> ReportRecord:
         if time.monotonic() - warned >= line.config.slow_upload_warning:
             warned = time.monotonic()
             _warn(line)
-        if (silent := _silence(reported, line)) is not None:
+        if (silent := _silence(reported, line, began)) is not None:
             return _give_up(reported, line, silent)
 
 
@@ -162,14 +167,16 @@ def _warn(line: ReportLine) -> None:
         )  # fmt: skip
 
 
-def _silence(reported: Reported, line: ReportLine) -> float | None:
-    """Seconds without a sign of life, if that is more than the upload's own deadlines can explain."""
+def _silence(reported: Reported, line: ReportLine, began: float) -> float | None:
+    """Seconds without a sign of life, if that is more than the upload's own deadlines can explain.
+
+    An upload that is over and whose engine does not answer gets the same time, from when its turn came.
+    """
     flight = line.live.flights.get(reported.report.seq)
-    if flight is None:
-        return None
+    active = began if flight is None else flight.active
     config = line.config
     slowest = config.upload_fn_timeout if reported.report.upload_fn else config.stall_timeout + config.retry_budget
-    silent = time.monotonic() - flight.active
+    silent = time.monotonic() - active
     return silent if silent > slowest + config.limit_timeout + config.stall_timeout else None
 
 

@@ -89,7 +89,7 @@ class Publisher:
         self._totals = Totals()
         self._began = time.monotonic()
         self._replaced = False
-        """Whether a flush found a newer attempt."""
+        """Whether a write found a newer attempt."""
         self.observers: list[Observer] = []
         self.latest: Checkpoint | None = None
         """The newest published checkpoint; the restored one at first."""
@@ -117,7 +117,9 @@ class Publisher:
 
     def retained(self) -> list[ReportRecord]:
         """Records of the checkpoints that stay, in seq order, with every evaluation read so far."""
-        return [replace(record, metrics=dict(candidate.metrics)) for candidate, record in self._kept.values()]
+        with self._advanced:
+            kept = list(self._kept.values())
+        return [replace(record, metrics=dict(candidate.metrics)) for candidate, record in kept]
 
     @property
     def fenced(self) -> bool:
@@ -240,9 +242,12 @@ class Publisher:
         return bool(ranked) and ranked[0].id == commit_of(lost)
 
     def _keep(self, record: ReportRecord) -> None:
+        """Remember a checkpoint without its manifest: what is remembered must not grow with the number of files."""
         commit = commit_of(record)
         candidate = Candidate(id=commit, metrics=record.metrics, created=record.created)
-        self._kept[commit] = (candidate, record)
+        checkpoint = record.checkpoint and self.refer(record.checkpoint.uri, join_uri(self._storage.uri, commit.key))
+        with self._advanced:
+            self._kept[commit] = (candidate, replace(record, checkpoint=checkpoint))
 
     def _candidates(self) -> list[Candidate]:
         return [candidate for candidate, _ in self._kept.values()]
@@ -261,12 +266,17 @@ class Publisher:
             return
         gone = self._evicted()
         for commit in gone:
-            _, record = self._kept.pop(commit)
+            with self._advanced:
+                _, record = self._kept.pop(commit)
             self._pruner.prune(commit, record)
 
     def _evicted(self) -> list[CommitId]:
         protected = {commit for commit in (self.best, self._origin()) if commit is not None}
-        return evicted(self._candidates(), self._retention.policy, protected)
+        try:
+            return evicted(self._candidates(), self._retention.policy, protected)
+        except Exception:
+            logger.exception("The retention policy %s failed; nothing is deleted", self._retention.policy)
+            return []
 
     def _origin(self) -> CommitId | None:
         """What this attempt resumed from, as long as it has committed nothing itself: a crash now would need it."""
@@ -275,13 +285,14 @@ class Publisher:
 
     def _refresh_notes(self) -> None:
         self._notes.refresh()
-        for commit, (candidate, record) in self._kept.items():
+        for commit, (candidate, record) in list(self._kept.items()):
             metrics, pinned = self._notes.metrics(commit, record.metrics), self._notes.pinned(commit)
             self._kept[commit] = (replace(candidate, metrics=metrics, pinned=pinned), record)
 
     def _flush(self) -> None:
         """Write the waiting rows, unless a newer attempt was claimed: it has seen what was there, and publishes the rest."""
         if self._replaced:
+            self._flush_due = None
             return
         try:
             self._attempt.check_fence()
@@ -331,6 +342,7 @@ class Publisher:
             self._attempt.check_fence()
             self._objects.write(RESULT, encode(body))
         except (FencedError, StorageError) as error:
+            self._replaced = self._replaced or isinstance(error, FencedError)
             logger.warning("%s was not written: %s", RESULT, error)
 
     def _observe(self, record: ReportRecord) -> None:

@@ -109,7 +109,9 @@ class RunFiles:
         uri = manifest.location if manifest.external else join_uri(self.uri, manifest.location)
         return self.refer(uri, join_uri(self.uri, manifest.id.key)).with_manifest(manifest, self.storage)
 
-    def best(self, manifests: list[Manifest], attribute: str | None = None, order: ScoreOrder | None = None) -> Manifest:
+    def best(
+        self, manifests: list[Manifest], attribute: str | None = None, order: ScoreOrder | None = None
+    ) -> Manifest:
         """The best by a metric, the run's own by default, evaluations included.
 
         Raises:
@@ -124,7 +126,8 @@ class RunFiles:
         notes.refresh()
         by_id = {manifest.id: manifest for manifest in manifests}
         candidates = [
-            Candidate(id=item.id, metrics=notes.metrics(item.id, item.metrics), created=item.created) for item in manifests
+            Candidate(id=item.id, metrics=notes.metrics(item.id, item.metrics), created=item.created)
+            for item in manifests
         ]
         ranked = rank(candidates, attribute, order or self.score_order)
         if not ranked:
@@ -167,7 +170,9 @@ def open_run_files(
     try:
         info = _info(storage.read(RUN), join_uri(root, RUN))
     except ObjectNotFoundError as error:
-        raise CheckpointNotFoundError(f"no run is at {root} (there is no {RUN}); a run is <storage_path>/<name>") from error
+        raise CheckpointNotFoundError(
+            f"no run is at {root} (there is no {RUN}); a run is <storage_path>/<name>"
+        ) from error
     commits = list_commits(storage)
     return RunFiles(
         uri=root, storage=storage, credentials=credentials or "env", storage_options=dict(storage_options or {}),
@@ -239,7 +244,11 @@ def pick(files: RunFiles, which: str, ref: str) -> Manifest:
 
 
 def committed(
-    run: str, after: int = -1, credentials: Credentials | None = None, *, storage_options: Mapping[str, Any] | None = None
+    run: str,
+    after: int = -1,
+    credentials: Credentials | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> list[Checkpoint]:
     """The committed checkpoints of a run with a seq above `after`, in order; lets an evaluator work without events."""
     files = open_run_files(run, credentials, storage_options=storage_options)

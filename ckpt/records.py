@@ -97,6 +97,8 @@ class Report:
     """Place in the run's order, from 0, over all attempts."""
     name: str
     """`checkpoint_dir_name`, given or made."""
+    named: bool = True
+    """Whether it was given."""
     metrics: Metrics
     checkpoint: Checkpoint | None = None
     """As the trainer gave it."""

@@ -102,7 +102,8 @@ def _is_retry(storage: Storage, found: Found, owner: Owner) -> bool:
     if owner.flow_run_id is None:
         return False
     trained = found.lineage.trained
-    return bool(trained) and owner_details(storage, max(trained)).get("flow_run_id") == owner.flow_run_id
+    last = owner_details(storage, max(trained)) if trained else {}
+    return last.get("flow_run_id") == owner.flow_run_id and int(last.get("run_count", 0)) < owner.run_count
 
 
 def latest_of(found: Found) -> Chosen | None:

@@ -29,7 +29,7 @@ from ckpt.inflight import Destination, Live
 from ckpt.layout import check_relative, location_of
 from ckpt.metrics import freeze_metrics
 from ckpt.ordering import Reported, ReportLine
-from ckpt.publishing import Publisher
+from ckpt.publishing import Publisher, raise_if_red
 from ckpt.records import CheckpointUploadMode, Pending, Report, ReportRecord, ReportState, Submit, Timings, UploadFn
 from ckpt.result import Result
 from ckpt.staging import Source, scan
@@ -126,6 +126,8 @@ class Run:
         self._copying = False
         self._stop = _Stop(asked=threading.Event())
         self._fenced: FencedError | None = None
+        self._fence_told = False
+        """Whether the trainer knows."""
         self._closed = False
         self._lock = threading.Lock()
         self._real_root = self.uri if "://" in self.uri else os.path.realpath(self.uri)
@@ -199,9 +201,7 @@ class Run:
         return min(_ABORT_TIME, self.config.stop_timeout / 5)
 
     def stop_requested(self) -> bool:
-        """See `ckpt.stop_requested`. Before the first report it answers at once."""
-        if not self._stop.noted and self._stop.asked.is_set():
-            self._stop.noted = True
+        """See `ckpt.stop_requested`."""
         return self._stop.noted
 
     @contextmanager
@@ -229,10 +229,8 @@ class Run:
                 metrics, checkpoint, checkpoint_dir_name, checkpoint_upload_mode, delete_local_checkpoint_after_upload,
                 checkpoint_upload_fn, validation,
             )  # fmt: skip
-            reported = self._place(draft, began)
-            self._next_seq += 1
-            self.line.put(reported)
-            self.stop_requested()
+            self._append(reported := self._place(draft, began))
+            self._stop.noted = self._stop.asked.is_set()
         handle = ReportHandle(reported, self._live)
         if draft.mode.waits and draft.checkpoint is not None:
             record = handle.wait()
@@ -240,13 +238,15 @@ class Run:
                 raise UploadFailedError(record)
         return handle
 
+    def _append(self, reported: Reported) -> None:
+        """Give the report its place in the line; the next one gets the next seq."""
+        self._next_seq += 1
+        self.line.put(reported)
+
     def _check_usable(self) -> None:
         if self._closed:
             raise CkptError(f"run {self.config.name} has ended; reports are made inside its `with` block")
-        if self._fenced is not None or self.publisher.fenced:
-            raise self._fenced or FencedError(
-                f"another driver took {self.uri} over; this run publishes nothing any more"
-            )
+        self._check_fenced()
         if self._ordering is not None:
             try:
                 self._ordering.result(0)
@@ -292,10 +292,11 @@ class Run:
         chosen = mode or CheckpointUploadMode.ASYNC
         delete_local = delete if delete is not None else (mode is not None and mode.deletes_local)
         seq = self._next_seq
-        named = check_relative(name, "checkpoint_dir_name") if name is not None else f"checkpoint_{seq:06d}"
+        label = check_relative(name, "checkpoint_dir_name") if name is not None else f"checkpoint_{seq:06d}"
         draft = Report(
             seq=seq,
-            name=named,
+            name=label,
+            named=name is not None,
             metrics=freeze_metrics(metrics),
             checkpoint=checkpoint,
             mode=chosen,
@@ -307,6 +308,10 @@ class Run:
 
     def _with_source(self, draft: Report, checkpoint: Checkpoint) -> Report:
         if not draft.mode.moves_bytes:
+            if draft.upload_fn is not None:
+                raise ConfigError(
+                    "NO_UPLOAD moves nothing, so a checkpoint_upload_fn is never called: leave one of them out"
+                )
             if checkpoint.is_local and not Path(checkpoint.uri).is_dir():
                 raise ConfigError(f"NO_UPLOAD of {checkpoint.uri}: it is not a directory that exists")
             return draft
@@ -357,6 +362,9 @@ class Run:
             return self._submitted(replace(report, submitted=now, stall=now - began))
         except Exception as error:  # noqa: BLE001 - the trainer's loop must survive a full disk or a closing engine
             return self._failed_early(replace(report, stall=time.monotonic() - began), error)
+        except BaseException as error:  # Ctrl-C, a termination: what was staged is kept, and the report has its row
+            self._append(self._failed_early(replace(report, stall=time.monotonic() - began), error))
+            raise
 
     def _submitted(self, report: Report) -> Reported:
         flight = self._live.flight(report.seq)
@@ -390,8 +398,20 @@ class Run:
         if draft.upload_fn is None and draft.mode.moves_bytes:
             location = location_of(draft.name, self.destination.attempt, use)
             self._live.locations.claim(join_uri(self.uri, location))
-        self._uses[draft.name] = use
+        elif draft.upload_fn is not None:
+            self._check_built_path_free(draft.name)
+        if draft.named:
+            self._uses[draft.name] = use
         return location
+
+    def _check_built_path_free(self, name: str) -> None:
+        """A function that writes where `build_checkpoint_path_from_name` says would overwrite what is committed there."""
+        built = join_uri(self.uri, location_of(name, self.destination.attempt))
+        if self._live.locations.overlapping(built):
+            raise ConfigError(
+                f"checkpoint_dir_name={name!r} is taken in this attempt, and a checkpoint_upload_fn that writes to "
+                f"{built} would overwrite a committed checkpoint: give each checkpoint a name of its own"
+            )
 
     def _staged(self, draft: Report) -> Source | None:
         """With a custom function the directory stays where it is: an async writer may still be writing."""
@@ -407,13 +427,16 @@ class Run:
             )  # fmt: skip
         return staged
 
-    def _failed_early(self, report: Report, error: Exception) -> Reported:
+    def _failed_early(self, report: Report, error: BaseException) -> Reported:
         """What is staged already may be all there is of the checkpoint: it is kept."""
         self._live.slots.leave(report.seq)
         self._live.flights.pop(report.seq, None)
         reason = redact(str(error) if isinstance(error, DeadlineError) else f"{type(error).__name__}: {error}")
         if report.source is not None and report.source.staged and self._live.staging is not None:
-            reason += f" (its files are kept at {self._live.staging.keep(report.source, report.seq)})"
+            try:
+                reason += f" (its files are kept at {self._live.staging.keep(report.source, report.seq)})"
+            except OSError as failure:
+                reason += f" (its files are at {report.source.root}; they could not be moved: {failure})"
         reported = self._unuploaded(report, ReportState.FAILED, reason)
         reported.settle()
         return reported
@@ -430,8 +453,25 @@ class Run:
         self._ordering = gather(self.line)
 
     def fence(self, error: FencedError) -> None:
-        """Another driver owns the run: the next report raises."""
+        """Another driver owns the run: the next report raises, or the end of the block if there is none."""
         self._fenced = error
+
+    def _check_fenced(self) -> None:
+        if self._fenced is not None or self.publisher.fenced:
+            self._fence_told = True
+            raise self._fenced or FencedError(
+                f"another driver took {self.uri} over; this run publishes nothing any more"
+            )
+
+    def check_end(self) -> None:
+        """Raise what makes a drained run red: that it is another driver's, if no report said so; else by the policy.
+
+        Raises:
+            FencedError, CheckpointsLostError: it is red.
+        """
+        if not self._fence_told:
+            self._check_fenced()
+        raise_if_red(self.publisher, self.config.failure_policy, self.result)
 
     def end(self, error: BaseException | None) -> Result:
         """No more reports; drain what is in flight and take the result.

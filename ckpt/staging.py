@@ -10,6 +10,7 @@ again after each was read.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -31,6 +32,10 @@ from ckpt.storage import RESERVED, check_key
 _OWNER = re.compile(r"(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}")
 _TRY_ELSEWHERE = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EMLINK, errno.ENOTSUP, errno.EROFS}
 """What a rename or a link is answered where it is not possible, and a copy may be."""
+logger = logging.getLogger("ckpt")
+
+_FRESH = "dir-"
+"""Begins the name of a directory that `checkpoint_dir()` gave out."""
 _HIDDEN = ".ckpt-staging"
 
 
@@ -84,16 +89,35 @@ class Source:
         if self.staged:
             shutil.rmtree(self.root, ignore_errors=True)
 
-    def delete_original(self) -> None:
-        """Delete, where the trainer had them, the files listed at the call and the folders this empties, not the root."""
+    def delete_original(self) -> list[str]:
+        """Delete, where the trainer had them, the files listed at the call and the folders this empties, not the root.
+
+        Returns:
+            Paths of files that were written again since; they are another checkpoint's, and stay.
+        """
         folders = {Path(file.path).parent for file in self.files} | {Path(path) for path in self.empty_dirs}
+        left = []
         for file in self.files:
-            (self.original / file.path).unlink(missing_ok=True)
+            path = self.original / file.path
+            if _is_as_listed(path, file):
+                path.unlink(missing_ok=True)
+            else:
+                left.append(file.path)
         every = {folder for leaf in folders for folder in (leaf, *leaf.parents)} - {Path()}
         for folder in sorted(every, key=lambda item: len(item.parts), reverse=True):
             path = self.original / folder
             with suppress(OSError):  # not empty, or gone: not ours to force
                 path.unlink() if path.is_symlink() else path.rmdir()
+        return left
+
+
+def _is_as_listed(path: Path, file: SourceFile) -> bool:
+    """Whether a file is gone, or as it was at the call."""
+    try:
+        now = os.stat(path)
+    except FileNotFoundError:
+        return True
+    return (now.st_size, now.st_mtime_ns) == (file.size, file.mtime_ns)
 
 
 def scan(root: Path) -> Source:
@@ -212,7 +236,7 @@ class Staging:
         """A new empty directory in the first usable candidate."""
         for root in self._candidates:
             if base := self._base(root):
-                return _mkdir(base / f"dir-{uuid.uuid4().hex[:12]}")
+                return _mkdir(base / f"{_FRESH}{uuid.uuid4().hex[:12]}")
         raise StorageFullError(f"no staging folder can be written: tried {', '.join(map(str, self._candidates))}")
 
     @contextmanager
@@ -242,8 +266,18 @@ class Staging:
         return kept
 
     def close(self) -> None:
-        """Remove this run's own folders, and those above them that this empties."""
+        """Remove this run's own folders, and those above them that this empties.
+
+        What is staged still, because the run ended in disorder, may be all there is of a checkpoint: it is kept.
+        """
         for base in self._made:
+            for staged in base.glob("*"):
+                if not staged.name.startswith(_FRESH):
+                    kept = base.parent / f"kept-{self._label}-{staged.name}"
+                    staged.rename(kept)
+                    logger.warning(
+                        "A reported checkpoint was neither committed nor given up; its files are kept at %s", kept
+                    )
             shutil.rmtree(base, ignore_errors=True)
             for above in (base.parent, base.parent.parent):
                 if above.name.startswith(_HIDDEN):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt.errors import CorruptCheckpointError, SourceChangedError
+from ckpt.errors import CorruptCheckpointError, SourceChangedError, StorageError
 from ckpt.manifest import FileEntry
 from ckpt.staging import Source, SourceFile
 from ckpt.storage import Objects, Progress, Receipt, Storage
+
+logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -110,6 +113,24 @@ def check_arrived(objects: Objects, prefix: str, receipts: dict[str, Receipt]) -
             raise CorruptCheckpointError(
                 f"{path} under {objects.uri}/{prefix} was replaced after its upload (etag differs)"
             )
+
+
+def sweep_uploads(storage: Storage) -> None:
+    """Abort the multipart uploads under a run that no living driver of it can have under way.
+
+    To be called by the owner before its first upload: killed drivers leave some, and requests whose answers never came.
+    A store that has none, or does not let us look, is left alone.
+    """
+    abort = getattr(getattr(storage, "inner", storage), "abort_uploads", None)
+    if abort is None:
+        return
+    try:
+        count = abort(older_than=float("-inf"))
+    except StorageError as error:
+        logger.debug("multipart uploads under %s could not be swept: %s", storage.uri, error)
+        return
+    if count:
+        logger.info("aborted %d multipart uploads under %s that a dead driver left", count, storage.uri)
 
 
 def list_files(storage: Storage, prefix: str = "") -> tuple[FileEntry, ...]:

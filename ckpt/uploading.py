@@ -11,7 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,9 @@ class _Target:
     def give_up(self, tombstone: Tombstone) -> Manifest | Tombstone:
         raise NotImplementedError
 
+    def check_fence(self) -> None:
+        """Raise `FencedError` if another driver took over."""
+
     def claim(self, uri: str) -> None:
         """Take a location where somebody else put files."""
 
@@ -169,6 +172,9 @@ class _InRun(_Target):
 
     def give_up(self, tombstone: Tombstone) -> Manifest | Tombstone:
         return self._live.attempt.give_up(tombstone)
+
+    def check_fence(self) -> None:
+        self._live.attempt.check_fence()
 
     def claim(self, uri: str) -> None:
         """Take it; outside `checkpoints/` nothing of the run is a checkpoint's, and above it is everything."""
@@ -203,7 +209,9 @@ class _InRun(_Target):
 class _Standalone(_Target):
     def __init__(self, storage: Storage, folder: str, credentials: Any) -> None:
         self.storage, self._credentials = storage, credentials
-        self._key = folder + MANIFEST_SUFFIX
+        self._folder, self._key = folder, folder + MANIFEST_SUFFIX
+        self._writes = False
+        """Whether what is in the folder is this upload's."""
 
     def commit(self, manifest: Manifest) -> None:
         try:
@@ -214,16 +222,22 @@ class _Standalone(_Target):
                 raise CommittedError(f"{join_uri(self.storage.uri, self._key)} was committed meanwhile") from error
 
     def give_up(self, tombstone: Tombstone) -> Manifest | Tombstone:
-        """No tombstone: the prefix stays usable. Only tells whether a commit whose answer got lost was made."""
+        """No tombstone: what was uploaded is deleted, so that the destination can be used again.
+
+        Unless a commit whose answer got lost was made after all; then that is what there is.
+        """
         try:
             return decode_commit(self.storage.read(self._key), self._key)
         except ObjectNotFoundError:
+            if self._writes:
+                self.storage.delete([entry.key for entry in self.storage.list(f"{self._folder}/")])
             return tombstone
 
     def check_empty(self, uri: str) -> None:
         folder = uri.removeprefix(f"{self.storage.uri}/")
         if any(entry.key == self._key or entry.key.startswith(f"{folder}/") for entry in self.storage.list(folder)):
             raise CommittedError(f"{uri} is not empty: name a destination where nothing is yet")
+        self._writes = True
 
     def reference(self, uri: str, manifest: Manifest) -> Checkpoint:
         commit = join_uri(self.storage.uri, self._key)
@@ -249,6 +263,7 @@ class _Upload:
             with self._slot(live), self._limit(limit):
                 manifest = self._moved_and_checked()
                 with self._step("commit", "committing"):
+                    self.flight.progress(0)  # one that was aborted or given up meanwhile must not commit
                     self.target.commit(manifest)
             return self._committed(manifest)
         except DroppedError as dropped:
@@ -302,8 +317,8 @@ class _Upload:
 
     def _persisted(self) -> Manifest:
         report, location = self.report, str(self.report.location)
-        with self.target.scratch() as scratch:
-            source = report.source or scan(_given(report).to_directory(scratch / "checkpoint"))
+        with ExitStack() as stack:
+            source = report.source or self._fetched(stack.enter_context(self.target.scratch()))
             if not source.files:
                 raise CheckpointNotFoundError(f"{source.original} holds no file; nothing was uploaded")
             self.target.check_empty(join_uri(self.target.storage.uri, location))
@@ -312,8 +327,13 @@ class _Upload:
             with self._step("verify", "verifying"):
                 check_arrived(self.target.storage, location, receipts)
                 sizes = {file.path: file.size for file in files}
-                check_shards(open_storage(source.root), "", sizes, scratch)
+                check_shards(open_storage(source.root), "", sizes, self.target.scratch)
         return self._manifest(location, files, source.empty_dirs, "persist")
+
+    def _fetched(self, scratch: Path) -> Source:
+        """A checkpoint that is in another store, brought here on its way."""
+        with self._step("upload", "downloading"):
+            return scan(_given(self.report).to_directory(scratch / "checkpoint", progress=self.flight.progress))
 
     def _by_function(self, fn: UploadFn) -> Manifest:
         with self._step("upload", f"waiting for {name_of(fn)}"):
@@ -329,10 +349,10 @@ class _Upload:
     def _in_place(self, checkpoint: Checkpoint, uploaded_by: str) -> Manifest:
         """Commit files that somebody else put where they are: listed and sized, and not a byte written beside them."""
         self.target.claim(checkpoint.uri)
-        with self._step("verify", "verifying"), self.target.scratch() as scratch:
+        with self._step("verify", "verifying"):
             storage, prefix = self._place(checkpoint)
             files, empty = self._listed(checkpoint, storage, prefix)
-            check_shards(storage, prefix, {file.path: file.size for file in files}, scratch)
+            check_shards(storage, prefix, {file.path: file.size for file in files}, self.target.scratch)
         inside = checkpoint.uri.removeprefix(f"{self.target.storage.uri}/")
         return self._manifest(inside, files, empty, uploaded_by)
 
@@ -389,7 +409,8 @@ class _Upload:
             logger.warning("Not deleting %s: it is, or overlaps, the committed checkpoint %s", original, committed)
             return
         try:
-            source.delete_original()
+            if left := source.delete_original():
+                logger.warning("Not deleting what was written to %s since its report: %s", original, ", ".join(left))
         except OSError as error:
             logger.warning("Could not delete the local checkpoint %s after its commit: %s", original, error)
 
@@ -416,9 +437,8 @@ class _Upload:
         won: Manifest | Tombstone | None = None
         try:
             won = self.target.give_up(self._tombstone(ReportState.FAILED, reason))
+            self.target.check_fence()  # a newer driver gives up what it finds open: that is no failure of the upload
             if isinstance(won, Manifest) and won.nonce == self.nonce:
-                if isinstance(self.target, _InRun):
-                    self.target.commit(won)  # exists already: only the check for a newer driver is left
                 return self._committed(won)
         except FencedError as fenced:
             raise UploadFailedError(self._fenced(fenced)) from error

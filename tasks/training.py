@@ -15,7 +15,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from ckpt import Report, ReportRecord, Result, Run, RunConfig, open_run
 from ckpt.attempts import Owner
-from ckpt.errors import NoActiveRunError
+from ckpt.errors import ConfigError, NoActiveRunError
 from ckpt.ordering import ReportLine
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
 from ckpt_tasks._logging import missed, run_logging
@@ -58,6 +58,11 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         CheckpointsLostError: at the end, by the failure policy; carries `.result`.
     """
     owner = _owner()
+    if task_runner is not None and not isinstance(task_runner, ThreadPoolTaskRunner):
+        raise ConfigError(
+            f"training_run cannot upload on a {type(task_runner).__name__} yet: slots, stops and locations are this process's. "
+            "Leave task_runner out, or give a ThreadPoolTaskRunner; upload_checkpoint itself runs under any task runner"
+        )
     uploads = task_runner or ThreadPoolTaskRunner(max_workers=config.upload_config.max_pending)
     opened: list[Run] = []
 

@@ -22,19 +22,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 from little_training import KEPT, contents, digest, metrics_of
 from servers import S3Server, free_port, stop, wait_for
 
 from ckpt import Checkpoint, ReportState, Result, committed, open_storage, resolve
 from ckpt.collecting import collect
-from ckpt.errors import CheckpointNotFoundError
+from ckpt.errors import CheckpointNotFoundError, ObjectNotFoundError
 from ckpt.verifying import verify
 
 PROGRAM = Path(__file__).with_name("little_training.py")
@@ -144,7 +145,9 @@ def live(place: Place, name: str, folder: Path, *, engine: str, facts: int | Non
     (folder / "tmp").mkdir(exist_ok=True)
     environment = {**os.environ, **place.env, "TMPDIR": str(folder / "tmp")}
     with errors.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment
+        )
     assert process.stdout is not None
     with process.stdout:
         try:
@@ -165,10 +168,12 @@ def live(place: Place, name: str, folder: Path, *, engine: str, facts: int | Non
     )
 
 
-def hunt(place: Place, figures: Figures, *, kills: int, seed: int, engine: str = "threads") -> None:
-    """Kill `kills` lives of as many runs as that takes; each run is then trained to its end."""
-    chance, target = random.Random(f"{seed} {engine}"), figures.kills + kills
-    while figures.kills < target:
+def hunt(
+    place: Place, figures: Figures, *, kills: int, seed: int, engine: str = "threads", seconds: float = float("inf")
+) -> None:
+    """Kill `kills` lives, or as many as `seconds` allow, of as many runs as that takes; each is then trained to its end."""
+    chance, target, deadline = random.Random(f"{seed} {engine}"), figures.kills + kills, time.monotonic() + seconds
+    while figures.kills < target and time.monotonic() < deadline:
         with tempfile.TemporaryDirectory(prefix="ckpt-kills-") as folder:
             name = f"{engine}-{seed}-{figures.runs}"
             one_run(place, name, Path(folder), figures, target=target, chance=chance, engine=engine)
@@ -238,19 +243,17 @@ def look(uri: str, figures: Figures, acked: list[Acked]) -> int | None:
             figures.lost += found[ack.seq].manifest.attempt != ack.attempt or digests[ack.seq] != ack.digest
         else:  # let go by retention, which needs enough better ones, and a newer one
             figures.lost += ack.seq > newest.seq or sum(merit > ack.merit for merit in merits) < KEPT
-    with newest.as_directory() as folder:
-        restored = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        figures.torn += restored != set(contents(0))
     return newest.seq
 
 
 def whole(checkpoint: Checkpoint, figures: Figures) -> str:
     """Count a checkpoint that is not what was reported, in the manifest's eyes or in ours; the digest of what is there."""
     figures.looked_at += 1
-    storage, expected = checkpoint.open(), contents(int(checkpoint.metrics["epoch"]))
-    there = {entry.key for entry in storage.list()}
-    files = {file.path: storage.read(file.path) for file in checkpoint.manifest.files if file.path in there}
-    figures.torn += files != expected or not verify(checkpoint).ok
+    storage, files = checkpoint.open(), {}
+    for file in checkpoint.manifest.files:
+        with suppress(ObjectNotFoundError):
+            files[file.path] = storage.read(file.path)
+    figures.torn += files != contents(int(checkpoint.metrics["epoch"])) or not verify(checkpoint).ok
     return digest(files)
 
 
@@ -369,9 +372,7 @@ def rclone(folder: Path) -> Iterator[S3Server]:
     (folder / "buckets").mkdir()
     command = [program, "serve", "s3", str(folder / "buckets"), "--addr", endpoint, "--auth-key", "test,testsecret"]
     command += ["--config", os.devnull, "--cache-dir", str(folder / "cache")]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(f"http://{endpoint}", process)
         yield S3Server(endpoint=f"http://{endpoint}", key="test", secret="testsecret")
@@ -394,6 +395,7 @@ def prefect_api(engine: str) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", choices=["local", "moto", "rclone"], default="local")
     parser.add_argument("--engine", choices=["threads", "prefect"], default="threads")
@@ -401,7 +403,8 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     figures, began = Figures(), time.monotonic()
     with store(options.store) as place, prefect_api(options.engine):
-        hunt(place, figures, kills=options.kills, seed=options.seed, engine=options.engine)
+        limits = {"kills": options.kills, "seconds": 60 * options.minutes}
+        hunt(place, figures, seed=options.seed, engine=options.engine, **limits)
     print(f"{options.store}, {options.engine}, seed {options.seed}, {time.monotonic() - began:.0f} s: {figures}")
     print("\n".join(figures.problems) or "no problems")
     return int(figures.bad)

@@ -183,7 +183,7 @@ def with_prefect() -> Callable[[RunConfig, int, Say], None]:
             run.publisher.observers.append(publishing(say))
             train(run, epochs, say)
 
-    return lambda config, epochs, say: little_training.with_options(validate_parameters=False)(config, epochs, say)
+    return little_training.with_options(validate_parameters=False)
 
 
 def publishing(say: Say) -> Callable[[ReportRecord], None]:

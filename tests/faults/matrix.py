@@ -17,6 +17,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,7 @@ from ckpt import (  # noqa: E402
 from ckpt.collecting import collect  # noqa: E402
 from ckpt.manifest import Manifest, decode_commit  # noqa: E402
 
-STALL = 1.0
+STALL = 2.0
 """Seconds without a byte that are a stall; a small request has twice as long."""
 BUDGET = 0.5
 """Seconds in which a request is tried again, and three times at least."""
@@ -236,9 +237,10 @@ def run_cell(cell: Cell, server: S3Server, bucket: str) -> Figures:
             left = _objects(server, bucket, root)
             figures.torn += sum(not _is_whole(left, manifest) for manifest in _manifests(left))
             locations = tuple(f"{manifest.location}/" for manifest in _manifests(left))
-            problems += [f"{key} is left" for key in left if key.startswith("checkpoints/") and not key.startswith(locations)]
+            files = [key for key in left if key.startswith("checkpoints/")]
+            problems += [f"{key} is left" for key in files if not key.startswith(locations)]
         figures.problems = [f"{cell}: {problem}" for problem in problems]
-        figures.left = len(_uploads(server, bucket, training.config.storage_path))
+        figures.left = len(_settled(lambda: _uploads(server, bucket, root)))
     if figures.left:
         figures.problems.append(f"{cell}: {figures.left} multipart uploads left")
     if not figures.injected:
@@ -257,7 +259,9 @@ class _Training:
         self.records: dict[str, ReportRecord] = {}
         self.config = RunConfig(
             name="run", storage_path=root, credentials="env",
-            storage_options={"client_kwargs": {"endpoint_url": proxy.endpoint}, "config_kwargs": {"read_timeout": 2 * STALL}},
+            storage_options={
+                "client_kwargs": {"endpoint_url": proxy.endpoint}, "config_kwargs": {"read_timeout": 2 * STALL},
+            },
             checkpoint_config=CheckpointConfig(retention=None if self.operation.fails else KeepLast(1)),
             upload_config=UploadConfig(stall_timeout=STALL, retry_budget=BUDGET),
             failure_policy=FailurePolicy(stop_after=None, red_on="nothing"),
@@ -362,6 +366,14 @@ def _is_whole(objects: dict[str, bytes], manifest: Manifest) -> bool:
     )
 
 
+def _settled(look: Callable[[], list[str]]) -> list[str]:
+    """What is left once requests that are still on their way have come and gone, and what they made was aborted."""
+    deadline = time.monotonic() + 5 * STALL
+    while (left := look()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
 def _uploads(server: S3Server, bucket: str, root: Any) -> list[str]:
     """Multipart uploads under way below a storage path."""
     prefix = str(root).removeprefix(f"s3://{bucket}/")
@@ -380,7 +392,9 @@ def short_pauses() -> Iterator[None]:
         yield
 
 
-def run_all(wanted: list[Cell], servers: dict[str, S3Server], workers: int, told: Callable[[Cell, Figures], None]) -> Figures:
+def run_all(
+    wanted: list[Cell], servers: dict[str, S3Server], workers: int, told: Callable[[Cell, Figures], None]
+) -> Figures:
     """Every cell, several at a time: most of them wait."""
     total = Figures()
     bucket = f"matrix-{uuid4().hex[:8]}"

@@ -19,10 +19,11 @@ from helpers import DEADLINE, eventually
 
 from ckpt import Result, committed, open_storage, resolve
 from ckpt.collecting import collect
+from ckpt.errors import RunBusyError
 from ckpt.verifying import verify
 
 sys.path.insert(0, str(Path(__file__).parent))  # beside this file, not in tests/: they are programs of their own
-from little_training import contents
+from little_training import KEPT, contents, metrics_of
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("driven.py")
@@ -146,15 +147,31 @@ def _open_gate(gate: Path) -> None:
     gate.write_bytes(b"")
 
 
+def _stops(driver: Driver) -> None:
+    """A report raises, at the latest the one after it found out; the process ends with an error."""
+    answer = eventually(lambda: driver.ask(report=9), lambda answer: "reported" not in answer)
+    assert answer["error"] == "FencedError"
+    assert driver.hear()["ended"] != 0
+
+
 def _keys(storage: str) -> dict[str, bytes]:
     store = open_storage(f"{storage}/run")
     return {entry.key: store.read(entry.key) for entry in store.list() if not entry.key.endswith(".lease")}
 
 
+def _locations(storage: str) -> set[str]:
+    return {entry.key.split("/")[1] for entry in open_storage(f"{storage}/run").list("checkpoints/")}
+
+
+def _retained(epochs: int) -> list[int]:
+    """The epochs whose checkpoints stay."""
+    best = sorted(range(epochs), key=lambda epoch: (metrics_of(epoch)["score"], epoch))[-KEPT:]
+    return sorted({*best, epochs - 1})
+
+
 def _visible(storage: str) -> list[tuple[int, int, int]]:
-    """(seq, attempt, epoch) of every checkpoint that a reader sees; each is whole."""
+    """(seq, attempt, epoch) of every checkpoint that a reader sees."""
     seen = committed(f"{storage}/run")
-    assert all(verify(checkpoint).ok for checkpoint in seen)
     return [(checkpoint.seq, checkpoint.manifest.attempt, checkpoint.metrics["epoch"]) for checkpoint in seen]
 
 
@@ -212,8 +229,13 @@ def test_a_stopped_owner_that_wakes_up_changes_nothing(place, start, tmp_path):
     new = start(place, SHORT)
     assert new.begin() == {"training": 2, "first_seq": 1, "resumed": 0}
     assert [new.report(epoch)["final"] for epoch in (1, 2, 3)] == ["committed"] * 3
-    before, visible = _keys(place), _visible(place)
+    visible = eventually(lambda: _visible(place), lambda seen: [epoch for *_, epoch in seen] == _retained(4))
     assert {attempt for seq, attempt, _ in visible if seq} == {2}
+    theirs = {f"checkpoint_{seq:06d}-a{attempt}" for seq, attempt, _ in visible}
+    eventually(
+        lambda: _locations(place) - theirs, lambda others: others <= {f"checkpoint_00000{seq}-a1" for seq in (1, 2)}
+    )
+    before = _keys(place)
 
     old.wake()
     for gate in gates:
@@ -227,15 +249,15 @@ def test_a_stopped_owner_that_wakes_up_changes_nothing(place, start, tmp_path):
         else:
             kept = Path(answer["reason"].rpartition("kept at ")[2].rstrip(")"))
             assert _files(kept) == contents(3)
-    answer = old.ask(report=4)
-    assert answer["error"] == "FencedError"
-    assert old.hear()["ended"] != 0
+    _stops(old)
 
     after = _keys(place)
     assert {key for key in before if after.get(key) != before[key]} == set()
-    new_keys = {key for key in after if key not in before}
-    assert all(key.startswith(("commits/", "checkpoints/", "attempts/")) and "a1" in key or key == "attempts/0001.end.json" for key in new_keys)
+    made = {key for key in after if key not in before and not key.startswith("history/a2-")}
+    made.remove("attempts/0001.end.json")
+    assert all(key.startswith(("commits/", "checkpoints/")) and ("-a1/" in key or ".a1." in key) for key in made)
     assert _visible(place) == visible
+    assert all(verify(checkpoint).ok for checkpoint in committed(f"{place}/run"))
     assert new.report(4)["final"] == "committed"
     assert new.leave() == 0
     assert _rows(place) == [(0, 1, "committed")] + [(seq, 2, "committed") for seq in (1, 2, 3, 4)]
@@ -257,8 +279,7 @@ def test_a_late_commit_of_a_report_that_was_given_up_is_fenced(place, start, tmp
     answer = old.ask(wait=0)
     assert answer["final"] == "fenced"
     assert _files(local) == contents(0)
-    assert old.ask(report=2)["error"] == "FencedError"
-    assert old.hear()["ended"] != 0
+    _stops(old)
     assert new.leave() == 0
     assert _visible(place) == [(1, 1, 1)]
     assert _rows(place) == [(0, 1, "lost"), (1, 1, "committed")]
@@ -297,8 +318,7 @@ def test_collecting_beside_a_stopped_owner_claims_first(place, start, tmp_path):
     answer = old.ask(wait=1)
     assert answer["final"] == "fenced"
     assert _files(local) == contents(1)
-    assert old.ask(report=2)["error"] == "FencedError"
-    assert old.hear()["ended"] != 0
+    _stops(old)
     after = _keys(place)
     assert {key: after.get(key) for key in before} == before
     assert _visible(place) == [(0, 1, 0)]
@@ -312,7 +332,7 @@ def test_collecting_beside_a_living_owner_is_refused(place, start):
     """It is named, and goes on undisturbed."""
     owner = start(place, SHORT)
     assert owner.begin()["training"] == 1
-    with pytest.raises(OSError, match=f"process {owner.pid} of "):
+    with pytest.raises(RunBusyError, match=f"process {owner.pid} of "):
         collect(f"{place}/run", lease_time=PATIENT)
     assert owner.report(0)["final"] == "committed"
     assert owner.leave() == 0

@@ -207,17 +207,17 @@ def test_a_termination_while_uploads_are_drained_lets_them_finish(start, tmp_pat
 def test_an_upload_that_hangs_is_aborted_at_the_end_of_the_time(start, tmp_path, drained):
     """FAILED with the reason, in storage and in Prefect; the run ends as a termination, not as a failure to retry."""
     training = start(
-        steps=2, hang=True, after=0.0 if drained else 60.0, run={"stop_timeout": 3.0}, environment={"RETRIES": "3"}
+        steps=1, hang=True, after=0.0 if drained else 60.0, run={"stop_timeout": 3.0}, environment={"RETRIES": "3"}
     )
     training.said("drain" if drained else "hanging")
     began = training.send(signal.SIGTERM)
     assert training.ended() == -signal.SIGTERM
     assert time.monotonic() - began < 3 + 5
     tasks = check_states(training, "Crashed")
-    assert tasks["upload-000001 run"] == "Failed"
+    assert tasks["upload-000000 run"] == "Failed"
     history = list(result_in(tmp_path).history)
-    assert [row.state.value for row in history][:2] == ["committed", "failed"]
-    assert "stop_timeout of 3 s is over" in str(history[1].reason)
+    assert [row.state.value for row in history] == ["failed"] if drained else ["failed", "committed"]
+    assert "stop_timeout of 3 s is over" in str(history[0].reason)
     check_nothing_partial(tmp_path)
 
 
@@ -347,7 +347,7 @@ def test_nothing_survives_a_parent_that_is_killed(start, tmp_path):
     training.send(signal.SIGKILL)
     training.ended()
     eventually(lambda: [pid for pid in family if Path(f"/proc/{pid}").exists()], lambda left: not left)
-    assert set(rows(tmp_path)) == {"committed"}
+    assert result_in(tmp_path).checkpoint is not None
 
 
 def _descendants(pid: int) -> set[int]:
