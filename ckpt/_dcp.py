@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage import Transfers
@@ -21,8 +21,7 @@ _PICKLE = b"\x80"
 def check_shards(
     storage: Transfers, prefix: str, sizes: Mapping[str, int], scratch: Callable[[], AbstractContextManager[Path]]
 ) -> None:
-    """Check that every shard file a DCP checkpoint's `.metadata` refers to is there, with at least the length it refers
-    to.
+    """Check that every shard file that a DCP checkpoint's `.metadata` refers to is there, and long enough.
 
     A DCP future that resolved proves less: writer threads may have died (pytorch#191391). Skipped for checkpoints of
     other kinds.
@@ -53,7 +52,7 @@ def check_shards(
 class _Inert(dict[Any, Any]):
     """Stands for every class that a pickle names: it takes whatever it is given, and does nothing with it."""
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> _Inert:
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         return super().__new__(cls)
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 from ckpt.attempts import Attempt, Found
 from ckpt.commits import read_commit, read_manifests
@@ -37,7 +39,7 @@ def adopt(publisher: Publisher, live: Live, found: Found, first_seq: int) -> Non
     for record in retained:
         if record.checkpoint is not None:
             live.locations.add(record.checkpoint.uri)
-    publisher.adopt(retained, rows)
+    publisher.adopt(retained, rows, heapq.merge(history.read_ahead(), rows, key=attrgetter("seq")))
 
 
 def record_of(publisher: Publisher, manifest: Manifest) -> ReportRecord:

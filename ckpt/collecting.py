@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.adopting import adopt
 from ckpt.attempts import LEASE_TIME, Attempt, Found, Owner, claim
-from ckpt.commits import Start, list_commits, read_commit
+from ckpt.commits import READERS, Start, list_commits, read_commit
 from ckpt.credentials import Credentials
 from ckpt.inflight import Live
 from ckpt.layout import CHECKPOINTS
@@ -25,8 +25,6 @@ from ckpt.transferring import sweep_uploads
 logger = logging.getLogger("ckpt")
 
 _LOCATION = re.compile(rf"{CHECKPOINTS}.+?-a\d+(-\d+)?(?=/)")
-_READERS = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
@@ -86,7 +84,7 @@ def orphans(objects: Objects) -> dict[str, list[Entry]]:
         FormatError: a commit object cannot be read.
     """
     present = list(objects.list(CHECKPOINTS))
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-read") as pool:
+    with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-read") as pool:
         found = pool.map(lambda commit: read_commit(objects, commit), list_commits(objects))
         named = {manifest.location for manifest in found if isinstance(manifest, Manifest)}
     return _unnamed(present, named)

@@ -19,7 +19,7 @@ from ckpt.storage import Objects, join_uri
 
 logger = logging.getLogger("ckpt")
 
-_READERS = 16
+READERS = 16
 """Small objects read at once when a whole run is read."""
 
 
@@ -140,7 +140,7 @@ def read_manifests(objects: Objects, commits: Iterable[CommitId]) -> Iterator[Ma
     def one(commit: CommitId) -> Manifest | None:
         return _manifest_or_none(objects, commit)
 
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-read") as pool:
+    with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-read") as pool:
         for found in pool.map(one, commits):
             if found is not None:
                 yield found

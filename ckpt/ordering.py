@@ -40,7 +40,7 @@ class Reported:
         self.done_at = time.monotonic()
         self.settled.set()
 
-    def outcome(self, timeout: float | None = None) -> ReportRecord:
+    def outcome(self, timeout: float | None = None) -> ReportRecord:  # noqa: PLR0911 - one line per way to end
         """The final record; whatever the engine raised becomes one.
 
         Raises:

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ckpt._json import encode
@@ -88,6 +88,8 @@ class Publisher:
         self._last: ReportRecord | None = None
         self._totals = Totals()
         self._began = time.monotonic()
+        self._fenced = False
+        """Whether a report came back FENCED."""
         self._replaced = False
         """Whether a write found a newer attempt."""
         self.observers: list[Observer] = []
@@ -104,7 +106,7 @@ class Publisher:
 
     @property
     def totals(self) -> Totals:
-        """Of this attempt so far."""
+        """Of the run so far; `wall` is this attempt's."""
         return replace(self._totals, wall=time.monotonic() - self._began)
 
     @property
@@ -124,17 +126,30 @@ class Publisher:
     @property
     def fenced(self) -> bool:
         """Whether another driver owns the run now."""
-        return self._replaced or self._totals.fenced > 0
+        return self._replaced or self._fenced
 
     def reference(self, manifest: Manifest) -> Checkpoint:
         """The reference of a commit of this run."""
         uri = manifest.location if manifest.external else join_uri(self._storage.uri, manifest.location)
         return self.refer(uri, join_uri(self._storage.uri, manifest.id.key)).with_manifest(manifest, self._storage)
 
-    def adopt(self, retained: Sequence[ReportRecord], unpublished: Sequence[ReportRecord]) -> None:
-        """Take over from earlier attempts: what is retained, and the rows that nobody had published."""
+    def adopt(
+        self, retained: Sequence[ReportRecord], unpublished: Sequence[ReportRecord], earlier: Iterable[ReportRecord]
+    ) -> None:
+        """Take over from earlier attempts.
+
+        Args:
+            retained: checkpoints that stay, in seq order.
+            unpublished: rows that nobody had published.
+            earlier: every row of the run so far, those included, in seq order: gaps of earlier attempts carry on.
+        """
         for record in retained:
             self._keep(record)
+        for record in earlier:
+            self._totals = self._totals.plus(record)
+            self._judge(record)
+            self._last = record
+        self._streak.in_a_row = 0  # whoever starts a run again has seen why it stopped
         for rows in _consecutive(unpublished):
             write_segment(self._objects, self._attempt.number, rows)
         for record in unpublished:
@@ -147,9 +162,11 @@ class Publisher:
             record: final, and of the next seq.
             handled: its failure was raised in the trainer's own call, which went on.
         """
+        record = replace(record, handled=handled and record.state is ReportState.FAILED)
         self._totals = self._totals.plus(record)
-        self._judge(record, handled=handled)
+        self._judge(record)
         self._last = record
+        self._fenced = self._fenced or record.state is ReportState.FENCED
         self._unflushed.append(record)
         if self._flush_due is None:
             self._flush_due = time.monotonic() + FLUSH_INTERVAL
@@ -215,7 +232,7 @@ class Publisher:
                     return f"the {what} checkpoint, report {lost.seq} {lost.name}, was lost: {lost.reason}"
         return None
 
-    def _judge(self, record: ReportRecord, *, handled: bool) -> None:
+    def _judge(self, record: ReportRecord) -> None:
         streak = self._streak
         if record.checkpoint is not None:
             streak.in_a_row, streak.last_lost = 0, None
@@ -223,7 +240,7 @@ class Publisher:
                 streak.best_lost = None
         elif record.state is ReportState.FAILED:
             streak.in_a_row += 1
-        if record.state in (ReportState.FAILED, ReportState.SKIPPED, ReportState.FENCED) and not handled:
+        if record.state in (ReportState.FAILED, ReportState.SKIPPED, ReportState.FENCED) and not record.handled:
             streak.failures += record.state is not ReportState.SKIPPED
             streak.last_lost = record
             if self._beats_all(record):

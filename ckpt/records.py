@@ -134,6 +134,8 @@ class ReportRecord:
     """The committed one; None unless COMMITTED."""
     reason: str | None = None
     """Why it is not COMMITTED."""
+    handled: bool = False
+    """Its failure was raised in the trainer's own (SYNC) call, which went on: history, and by itself no reason for red."""
     nbytes: int = 0
     nfiles: int = 0
     timings: Timings = field(default_factory=Timings)
@@ -162,7 +164,7 @@ class ReportRecord:
         )
 
 
-_PLAIN = ("seq", "attempt", "name", "metrics", "reason", "nbytes", "nfiles", "created")
+_PLAIN = ("seq", "attempt", "name", "metrics", "reason", "handled", "nbytes", "nfiles", "created")
 
 
 class Pending(Protocol[T_co]):

@@ -205,7 +205,7 @@ def run_view(files: RunFiles, newest_reports: int | None) -> RunView:
         score_order=files.score_order, retention=files.info.get("retention"), checkpoints=checkpoint_rows(files),
         superseded=len(files.commits) - len(files.counting), attempts=attempts, nreports=len(history), reports=reports,
         totals=Totals.of(reports) if complete else Totals.from_json(ended["totals"]) if "totals" in ended else None,
-        totals_of="all reports" if complete else f"attempt {ended.get('attempt')}",
+        totals_of="all reports",
     )  # fmt: skip
 
 

@@ -37,6 +37,8 @@ _ASK_TIME = 30.0
 """Seconds for one request for a slot, Prefect's own retries included."""
 _ASK_EVERY = 5.0
 """Seconds between two requests while all slots are taken, at most; Prefect's client would wait for up to 30."""
+_ASK_SELDOM = 0.5
+"""Seconds between two requests, at least; the server's own suggestion can be next to nothing."""
 _TELL_EVERY = 10.0
 """Seconds between two log lines of a waiting upload."""
 _LOCKED = 423
@@ -212,7 +214,7 @@ def _taken(error: Exception) -> float | None:
     if not isinstance(cause, httpx.HTTPStatusError) or cause.response.status_code != _LOCKED:
         return None
     try:
-        return min(_ASK_EVERY, max(0.1, float(cause.response.headers["Retry-After"])))
+        return min(_ASK_EVERY, max(_ASK_SELDOM, float(cause.response.headers["Retry-After"])))
     except (KeyError, ValueError):
         return _ASK_EVERY
 
@@ -227,7 +229,20 @@ def _give_back(slot: AbstractContextManager[None], name: str) -> None:
             logger.debug("A slot of limit %s was not given back: %s", name, error)
 
     context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(leave,), name=f"ckpt-limit-{name}", daemon=True).start()
+    thread = threading.Thread(target=context.run, args=(leave,), name=f"ckpt-limit-{name}", daemon=True)
+    _leaving.append(thread)
+    thread.start()
+
+
+def settle(seconds: float) -> None:
+    """Wait until the slots that were given back have arrived: what a process takes along is missing for `LEASE_TIME`."""
+    deadline = time.monotonic() + seconds
+    while _leaving:
+        thread = _leaving.popleft()
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_leaving: deque[threading.Thread] = deque(maxlen=64)
 
 
 def _fail(turn: Future[_Lease], error: Exception) -> None:

@@ -25,8 +25,8 @@ def print_result(result: Result, console: Console) -> None:
     console.print(_table(result, newest))
     totals = result.totals
     console.print(
-        f"{len(result.history)} reports, {totals.checkpoints} checkpoints committed in this attempt "
-        f"({totals.nbytes / 2**20:.1f} MiB), {totals.failed} failed, {totals.skipped} skipped; "
+        f"{totals.reports} reports, {totals.checkpoints} checkpoints committed ({totals.nbytes / 2**20:.1f} MiB), "
+        f"{totals.failed} failed, {totals.skipped} skipped, {totals.lost} lost; "
         f"training stalled {1000 * totals.stall:.0f} ms in all"
     )
     for label, checkpoint, which in (("Best", result.best, "best"), ("Latest", result.checkpoint, "latest")):

@@ -20,6 +20,7 @@ from ckpt.ordering import ReportLine
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
 from ckpt_tasks._logging import missed, run_logging
 from ckpt_tasks.gather import gather_reports
+from ckpt_tasks.limits import settle
 from ckpt_tasks.publish import publish_result
 from ckpt_tasks.signals import Stopping, stop_signals
 from ckpt_tasks.upload import upload_checkpoint
@@ -70,7 +71,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         return uploads.submit(upload_checkpoint, {"checkpoint": report, "destination": opened[0].destination})
 
     ordering: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
-    with _terminating() as stopping, run_logging(), _left_in_time(stopping, uploads, ordering):
+    with _terminating() as stopping, run_logging(), _slots_given_back(), _left_in_time(stopping, uploads, ordering):
         view = RunView(config.name)
         try:
             with open_run(config, submit, gather=_gather_on(ordering), owner=owner, observers=[view.publish]) as run:
@@ -125,6 +126,14 @@ def _left_in_time(stopping: Stopping, *runners: TaskRunner[Any]) -> Iterator[Non
             elif not _in_time(lambda runner=runner: runner.__exit__(None, None, None), _seconds(stopping.run, 5.0)):
                 logger.warning("an upload hangs and is left behind; nothing of it is committed")
                 leave_after(5.0, stopping.exit_code)
+
+
+@contextmanager
+def _slots_given_back() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        settle(_LAST_SECONDS)
 
 
 def _seconds(run: Run, wanted: float) -> float:

@@ -109,7 +109,6 @@ def test_a_missing_limit_fails_the_report_and_says_how_to_create_it(tmp_path):
 def test_a_wait_beyond_the_deadline_fails_the_report_and_later_ones_commit(tmp_path, limit, caplog, monkeypatch):
     """As behind a process that was SIGKILLed, until its lease expires: the reason says where to look."""
     name = limit(1)
-    upload = UploadConfig(concurrency_limit=name, limit_timeout=1.0, max_concurrent_uploads=1)
 
     @flow(name="waits", persist_result=False)
     def train():
@@ -122,7 +121,6 @@ def test_a_wait_beyond_the_deadline_fails_the_report_and_later_ones_commit(tmp_p
             report({"i": 1}, make_checkpoint(tmp_path / "c1")).wait(DEADLINE)
         return states(run.result)
 
-    assert upload.limit_timeout == 1.0
     assert train() == ["failed", "committed"]
 
 
@@ -149,9 +147,6 @@ def test_the_slot_of_a_killed_process_comes_back_when_its_lease_ends(limit, tmp_
     assert active(name) == 1
     with pytest.raises(DeadlineError, match="came free in 1 s"), held(name, timeout=1.0):
         pass
-    with get_client(sync_client=True) as client:
-        leases = client.request("POST", "/v2/concurrency_limits/filter", json={}).json()
-    assert name in {found["name"] for found in leases}
     assert limits.LEASE_TIME < UploadConfig().block_timeout, "a restart gets the slot back before its reports fail"
 
 
@@ -285,7 +280,7 @@ def test_two_processes_share_a_limit_of_one_without_ever_overlapping(limit, tmp_
         import os, sys, time
         from concurrent.futures import ThreadPoolExecutor
         from ckpt.inflight import Flight
-        from ckpt_tasks.limits import cross_run_limit
+        from ckpt_tasks.limits import cross_run_limit, settle
 
         limit, overlaps = cross_run_limit({name!r}, 100), []
 
@@ -301,6 +296,7 @@ def test_two_processes_share_a_limit_of_one_without_ever_overlapping(limit, tmp_
 
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(upload, range(20)))
+        settle(30)  # as a training run does at its end
         print(len(overlaps))
         """
     )

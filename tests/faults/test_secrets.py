@@ -159,7 +159,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("code", ["AccessDenied", "SignatureDoesNotMatch", "ExpiredToken"])
+@pytest.mark.parametrize("code", ["AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId"])
 def test_failing_commands_print_no_secret(proxy, root, tmp_path, capfd, caplog, code):
     """Every request is refused; also where the secret was given in the wrong place."""
     from ckpt_tasks.cli import main
