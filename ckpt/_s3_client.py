@@ -256,8 +256,10 @@ class S3Client:
             logger.debug("multipart uploads of %s could not be listed: %s", self.where(path), error)
 
     def _abort_begun(self, path: str, done: asyncio.Future[Any]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            keep(self._abort_now(path, done.result()["UploadId"]))
+        if done.cancelled():
+            return
+        known = done.exception() is None
+        keep(self._abort_now(path, done.result()["UploadId"]) if known else self._abort_unknown(path))
 
     async def _send_parts(self, source: Source, path: str, upload: str, part_size: int, watch: Watch) -> list[Any]:
         """Read parts in order and send a few at a time; the first failure cancels the others and waits for them."""

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import httpx
 from prefect import flow
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
 from rich.console import Console
 from rich.markup import escape
 
 from ckpt import Result
 from ckpt.errors import CheckpointsLostError, CkptError
 from ckpt_tasks import TrainConfig, embedded_server, run_training
-from ckpt_tasks._delivery import leave
+from ckpt_tasks._delivery import NO_API, api_answers, leave
 from ckpt_tasks._logging import missed
 from ckpt_tasks.form import Retention, Uploads
 from ckpt_tasks.summary import print_result
@@ -36,8 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: train, then print what is there.
 
     Returns:
-        0; 1 if the run is red; 2 if it could not begin. Where the Prefect API went away for good the program ends with
-        75, within a minute of the last commit: everything is in storage, and the UI misses the end.
+        0; 1 if the run is red; 2 if it could not begin; 130 after Ctrl-C. Where the Prefect API is away at the start, or
+        went away for good, the program ends with 75, within a minute of the last commit: everything is in storage, and
+        the UI misses the end.
     """
     options = _parser().parse_args(arguments)
     config = TrainConfig(
@@ -53,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         with embedded_server(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 2}):
+            if not api_answers(seconds=15):
+                console.print(
+                    f"[bold red]The Prefect API is away:[/] {PREFECT_API_URL.value()} does not answer. Start a server "
+                    "there, or unset PREFECT_API_URL to bring one along."
+                )
+                return NO_API
             result = train(config)
     except CheckpointsLostError as error:
         print_result(error.result, console)
@@ -63,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except httpx.HTTPError as error:
         _without_api(config, console, error)
-        leave(75, within=5)
+        leave(NO_API, within=5)
+    except KeyboardInterrupt:
+        _print_stored(config, console)
+        console.print("Interrupted; the same command goes on from here.")
+        leave(130, within=5)
     print_result(result, console)
     if ui := PREFECT_UI_URL.value():
         console.print(f"UI: {ui}")
@@ -73,13 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _without_api(config: TrainConfig, console: Console, error: httpx.HTTPError) -> None:
     """Print what the run left in storage, and what the UI misses."""
     console.print(f"[bold red]The Prefect API is away:[/] {escape(f'{type(error).__name__}: {error}')}")
-    try:
-        result = Result.from_path(f"{config.storage_path}/{config.name}", config.credentials)
-    except CkptError:
-        console.print("The run has not begun. Start a server, or unset PREFECT_API_URL to bring one along.")
-        return
-    print_result(result, console)
+    _print_stored(config, console)
     console.print(f"Its UI misses the end of this flow run, {missed.logs} log lines and {missed.events} events.")
+
+
+def _print_stored(config: TrainConfig, console: Console) -> None:
+    try:
+        print_result(Result.from_path(f"{config.storage_path}/{config.name}", config.credentials), console)
+    except CkptError as error:
+        console.print(escape(str(error)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -11,10 +10,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import httpx
+from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
-from prefect.settings import PREFECT_API_URL
-
-logger = logging.getLogger("ckpt")
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 NO_API = 75
 """Exit code of a process that the Prefect API went away from for good: EX_TEMPFAIL, the same command may work later."""
@@ -59,14 +57,20 @@ def leave_after(seconds: float, status: int) -> Callable[[], None]:
 
 
 def api_answers(seconds: float = 5.0) -> bool:
-    """Whether the Prefect API is there at all; asked with a short timeout: its client tries for over a minute."""
-    url = PREFECT_API_URL.value()
-    if url is None:
+    """Whether the Prefect API is there at all: one request with a short timeout; its client tries for over a minute."""
+    if PREFECT_API_URL.value() is None:
         return True  # the temporary server of this very process
     try:
-        return httpx.get(f"{url}/health", timeout=seconds).is_success
-    except httpx.HTTPError:
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True, httpx_settings={"timeout": seconds}) as client,
+        ):
+            client.request("GET", "/health")
+    except httpx.HTTPStatusError as error:
+        return error.response.status_code < 500
+    except Exception:  # noqa: BLE001 - whatever it is, it is no answer
         return False
+    return True
 
 
 def without_api() -> None:

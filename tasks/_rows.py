@@ -81,7 +81,6 @@ class RunView:
     """In all; `reports` has the newest of them."""
     reports: list[ReportRecord]
     totals: Totals | None
-    totals_of: str
     """`all reports`, or the attempt that they are sums over."""
 
     def marked(self, mark: str) -> CheckpointRow | None:
@@ -205,7 +204,6 @@ def run_view(files: RunFiles, newest_reports: int | None) -> RunView:
         score_order=files.score_order, retention=files.info.get("retention"), checkpoints=checkpoint_rows(files),
         superseded=len(files.commits) - len(files.counting), attempts=attempts, nreports=len(history), reports=reports,
         totals=Totals.of(reports) if complete else Totals.from_json(ended["totals"]) if "totals" in ended else None,
-        totals_of="all reports",
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def run_facts(view: RunView) -> Table:
         "retention": view.retention, "checkpoints": f"{len(view.checkpoints)} committed and retained, {size(kept)}",
         "reports": str(view.nreports),
         "superseded": f"{view.superseded} commits of a replaced attempt do not count" if view.superseded else None,
-        f"totals of {view.totals_of}": None if view.totals is None else _totals(view.totals),
+        "totals": None if view.totals is None else _totals(view.totals),
     }  # fmt: skip
     return facts_table(facts)
 

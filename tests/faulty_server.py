@@ -37,6 +37,8 @@ class Request:
                 return "CompleteMultipartUpload"
             case "DELETE", ["uploadId"]:
                 return "AbortMultipartUpload"
+            case "GET", ["uploads"]:
+                return "ListMultipartUploads"
             case "GET", ["uploadId"]:
                 return "ListParts"
             case "GET", ["list-type"]:

@@ -570,5 +570,6 @@ def test_a_lost_last_checkpoint_is_said_at_the_end_and_the_next_run_goes_on(tmp_
     with pytest.raises(CheckpointsLostError, match="the last checkpoint, report 1") as caught, open_run(config) as run:
         train_badly(run)
     assert states(caught.value.result) == ["committed", "failed"]
-    with open_run(config):
+    with open_run(config) as run:
         assert get_checkpoint().seq == 0
+        report(run, tmp_path, 1)

@@ -91,7 +91,6 @@ class Program:
                 **environment,
                 "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
                 "PREFECT_API_URL": url, "PREFECT_HOME": str(tmp_path / "home"), "COLUMNS": "200",
-                "CKPT_FUNCTIONS": "small_steps",
             },
         )  # fmt: skip
         self.output = ""
@@ -196,7 +195,10 @@ def test_gone_for_good_the_process_ends_in_time(program, api, own):
     training.said("step 5")
     last_commit = time.monotonic()
     code = training.ended()
-    assert time.monotonic() - last_commit < 60
+    took = time.monotonic() - last_commit
+    print(training.output[-6000:])
+    print(f"exit code {code}, {took:.1f} s after the last commit")
+    assert took < 60
     assert [record.state.value for record in training.result.history] == ["committed"] * 6
     assert (training.storage / "digits" / "result.json").exists()
     assert "The UI misses the end of run digits" in training.output
