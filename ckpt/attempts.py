@@ -30,7 +30,7 @@ from ckpt.errors import (
 )
 from ckpt.layout import FORMAT, HISTORY, CommitId, claim_key, end_key, lease_key, parse_segment, start_key
 from ckpt.manifest import Manifest, Tombstone, decode_object
-from ckpt.staging import machine_id, start_time
+from ckpt.staging import is_running, machine_id, start_time
 from ckpt.storage import Entry, Objects, join_uri
 
 logger = logging.getLogger("ckpt")
@@ -72,7 +72,7 @@ class Owner:
             return False
         if (self.pid, self.started) == (newcomer.pid, newcomer.started):
             return self.nonce not in _open_here
-        return start_time(self.pid) != self.started
+        return not is_running(self.pid, self.started)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ logger = logging.getLogger("ckpt")
 
 _LOCATION = re.compile(rf"{CHECKPOINTS}.+?-a\d+(-\d+)?(?=/)")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """What a garbage collection removed."""

@@ -17,6 +17,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ _TRY_ELSEWHERE = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EML
 """What a rename or a link is answered where it is not possible, and a copy may be."""
 logger = logging.getLogger("ckpt")
 
+_OLD = 14 * 86400.0
+"""Seconds: a node that was rebooted leaves what it had staged on a disk that outlives it, and so may a living other one."""
 _FRESH = "dir-"
 """Begins the name of a directory that `checkpoint_dir()` gave out."""
 _HIDDEN = ".ckpt-staging"
@@ -359,7 +362,7 @@ def _top(root: Path) -> Path:
 
 def _sweep(top: Path) -> None:
     for base in top.glob("*-*-*-*"):
-        if (match := _OWNER.fullmatch(base.name)) and _is_dead(match):
+        if (match := _OWNER.fullmatch(base.name)) and (_is_dead(match) or _is_old(base, match)):
             shutil.rmtree(base, ignore_errors=True)
 
 
@@ -432,10 +435,16 @@ def start_time(pid: int) -> int | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else _alive(pid)
+        return _alive(pid)  # no such process, or one that this user may not see, or no such file system
     except OSError:
         return None
-    return int(text.rpartition(")")[2].split()[19])
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])  # a zombie only waits for its parent to look
+
+
+def is_running(pid: int, started: int) -> bool:
+    """Whether the process that started at `started` runs still; where the system does not tell, it may."""
+    return start_time(pid) in (started, 0)
 
 
 def _alive(pid: int) -> int | None:
@@ -453,6 +462,14 @@ def _owner() -> str:
     return f"{machine_id()}-{pid}-{start_time(pid) or 0}"
 
 
+def _is_old(base: Path, owner: re.Match[str]) -> bool:
+    """For owners of another boot, who cannot be asked: nothing was staged there for `_OLD`."""
+    try:
+        return owner["boot"] != machine_id() and time.time() - base.stat().st_mtime > _OLD
+    except OSError:
+        return False  # its owner removes it just now
+
+
 def _is_dead(owner: re.Match[str]) -> bool:
     """Only for owners of this very boot; what another machine left on a shared disk is not judged."""
-    return owner["boot"] == machine_id() and start_time(int(owner["pid"])) != int(owner["start"])
+    return owner["boot"] == machine_id() and not is_running(int(owner["pid"]), int(owner["start"]))

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import shutil
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from ckpt import Checkpoint, CheckpointConfig, CheckpointUploadMode, FailurePoli
 from ckpt.attempts import Owner, claim
 from ckpt.errors import CheckpointsLostError, ConfigError, OrderingError, RunBusyError
 from ckpt.gathering import gather_records, prune
+from ckpt.staging import Staging, is_running
 from ckpt.storage import open_storage
 from ckpt.uploading import upload, upload_standalone
 from ckpt.verifying import verify
@@ -102,7 +105,9 @@ def test_a_function_cannot_be_sent_to_a_place_that_is_committed(tmp_path, storag
 def test_no_upload_with_a_function_is_refused(tmp_path, storage_path):
     """The function would never be called."""
     with open_run(make_config(storage_path)) as run, pytest.raises(ConfigError, match="NO_UPLOAD moves nothing"):
-        run.report({}, make_checkpoint(tmp_path / "c"), None, CheckpointUploadMode.NO_UPLOAD, checkpoint_upload_fn=refuse)
+        run.report(
+            {}, make_checkpoint(tmp_path / "c"), None, CheckpointUploadMode.NO_UPLOAD, checkpoint_upload_fn=refuse
+        )
 
 
 # --------------------------------------------------------------------------------- engines and policies that misbehave
@@ -239,7 +244,9 @@ def test_retention_of_gathered_uploads_goes_by_place_and_spares_what_is_not_ours
     records = [
         upload_standalone(make_checkpoint(tmp_path / f"s{index}"), str(tmp_path / f"out/{index}")) for index in range(2)
     ]
-    custom = upload_standalone(mine, str(tmp_path / "out/custom"), checkpoint_upload_fn=lambda checkpoint, _: checkpoint)
+    custom = upload_standalone(
+        mine, str(tmp_path / "out/custom"), checkpoint_upload_fn=lambda checkpoint, _: checkpoint
+    )
     last = upload_standalone(make_checkpoint(tmp_path / "s9"), str(tmp_path / "out/9"))
     result = gather_records([*records, custom, last], retention=KeepLast(1))
     assert [checkpoint.uri for checkpoint, _ in result.best_checkpoints] == [str(tmp_path / "out/9")]
@@ -274,3 +281,31 @@ def test_a_local_upload_needs_no_scratch_folder(tmp_path, storage_path, monkeypa
         runs.append(run)
         run.report({}, make_checkpoint(tmp_path / "c"))
     assert states(run.result) == ["committed"]
+
+
+def test_staging_that_a_rebooted_node_left_goes_after_two_weeks(staging):
+    """On a disk that outlives its node nobody else would ever remove it; what is younger may be a living neighbour's."""
+    top = staging / f".ckpt-staging-{os.getuid()}"
+    old, young = (top / f"{boot}-1-1-{boot}" for boot in ("00000001", "00000002"))
+    for folder in (old, young):
+        (folder / "staged").mkdir(parents=True)
+    then = time.time() - 15 * 86400
+    os.utime(old, (then, then))
+    Staging([staging], "run").sweep()
+    assert (old.exists(), young.exists()) == (False, True)
+    shutil.rmtree(top)
+
+
+def test_a_process_that_may_not_be_seen_counts_as_running(monkeypatch):
+    """Hidden by the system or another user's: whether it started when the owner said cannot be told, so it may live."""
+    monkeypatch.setattr("ckpt.staging.os.kill", lambda *_: refuse_permission())
+    monkeypatch.setattr("ckpt.staging.Path.read_text", lambda _: refuse_file())
+    assert is_running(4242, 17)
+
+
+def refuse_permission():
+    raise PermissionError
+
+
+def refuse_file():
+    raise FileNotFoundError
