@@ -157,11 +157,12 @@ def decode_object(data: bytes, where: str) -> dict[str, Any]:
     body = loads(data, where)
     if not isinstance(body, dict):
         raise FormatError(f"{where} holds a {type(body).__name__}, not an object")
-    if not isinstance(body.get("format", FORMAT), int):
-        raise FormatError(f"{where} has format {body['format']!r:.40}, which is no number")
-    if body.get("format", FORMAT) > FORMAT:
+    version = body.get("format", FORMAT)
+    if not isinstance(version, int):
+        raise FormatError(f"{where} has format {version!r:.40}, which is no number")
+    if version > FORMAT:
         raise NewerFormatError(
-            f"{where} has format {body['format']}, newer than the {FORMAT} that this version reads: upgrade prefect-ckpt"
+            f"{where} has format {version}, newer than the {FORMAT} that this version reads: upgrade prefect-ckpt"
         )
     return body
 
@@ -179,7 +180,7 @@ def typed(
         kinds = types[name]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise TypeError(f"{name} is {value!r:.40}")
-        if kinds == (int,) and value < 0:
+        if kinds == (int,) and isinstance(value, int) and value < 0:
             raise TypeError(f"{name} is {value}, below 0")
     return found
 

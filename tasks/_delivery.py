@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+logger = logging.getLogger("ckpt")
 
 NO_API = 75
 """Exit code of a process that the Prefect API went away from for good: EX_TEMPFAIL, the same command may work later."""
@@ -32,6 +36,20 @@ def deliver(timeout: float) -> bool:
     done = threading.Event()
     threading.Thread(target=_drain, args=(timeout, done), daemon=True, name="ckpt-deliver").start()
     return done.wait(timeout)
+
+
+def waiting() -> tuple[int, int]:
+    """Log lines and events that this process holds for the API; 0 each where Prefect's insides have changed."""
+    logs = events = 0
+    with contextlib.suppress(Exception):
+        from prefect._internal.concurrency.services import QueueService
+
+        services: Any = QueueService
+        for service in list(services._instances.values()):  # noqa: SLF001 - there is no public way to ask
+            held = service._queue.qsize()  # noqa: SLF001 - as above
+            logs += held if "Log" in type(service).__name__ else 0
+            events += held if "Events" in type(service).__name__ else 0
+    return logs, events
 
 
 def leave(status: int, *, within: float) -> NoReturn:
@@ -95,6 +113,7 @@ def _leave_at_exit(seconds: float) -> None:
         time.sleep(0.5)
     if not api_answers():
         time.sleep(seconds)
+        logger.warning("The Prefect API is still away: %d log lines and %d events are left", *waiting())
         _end(NO_API)
 
 

@@ -176,7 +176,7 @@ def _prefects_handler() -> Callable[..., Any] | None:
 
 
 def _be_prefects(handler: Callable[..., Any]) -> None:
-    engine._prefect_sigterm_handler = handler  # type: ignore[assignment] # noqa: SLF001 - see above
+    engine._prefect_sigterm_handler = handler  # noqa: SLF001 - see above
 
 
 def _prefects_lock() -> AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect.context import FlowRunContext, TaskRunContext
@@ -18,7 +19,7 @@ from ckpt.attempts import Owner
 from ckpt.errors import ConfigError, NoActiveRunError
 from ckpt.ordering import ReportLine
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
-from ckpt_tasks._logging import missed, run_logging
+from ckpt_tasks._logging import run_logging
 from ckpt_tasks.gather import gather_reports
 from ckpt_tasks.limits import settle
 from ckpt_tasks.publish import publish_result
@@ -123,7 +124,7 @@ def _left_in_time(stopping: Stopping, *runners: TaskRunner[Any]) -> Iterator[Non
         for runner in reversed(runners):
             if stopping.run is None or not stopping.requested:
                 runner.__exit__(None, None, None)
-            elif not _in_time(lambda runner=runner: runner.__exit__(None, None, None), _seconds(stopping.run, 5.0)):
+            elif not _in_time(partial(runner.__exit__, None, None, None), _seconds(stopping.run, 5.0)):
                 logger.warning("an upload hangs and is left behind; nothing of it is committed")
                 leave_after(5.0, stopping.exit_code)
 
@@ -188,7 +189,6 @@ def _show(result: Result, view: RunView, seconds: float) -> None:
         without_api()
     if not published or unseen:
         logger.warning(
-            "The Prefect API %s. The UI misses the end of run %s: its result, %d of its reports in the live table, "
-            "%d log lines and %d events; everything is in %s",
-            "does not answer" if away else "is slow", result.run, unseen.reports, missed.logs, missed.events, result.path,
+            "The Prefect API %s. The UI misses the end of run %s: its result, and %d of its reports in the live table; "
+            "everything is in %s", "does not answer" if away else "is slow", result.run, unseen.reports, result.path,
         )  # fmt: skip

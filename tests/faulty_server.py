@@ -57,6 +57,8 @@ class FaultyServer:
     seen: list[str] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
     """Set at the end: what hangs goes on."""
+    busy: int = 0
+    """Requests under way."""
     endpoint: str = ""
 
 
@@ -135,11 +137,16 @@ class _Handler(BaseHTTPRequestHandler):
         with _lock:
             request.number = self.faulty.seen.count(request.operation)
             self.faulty.seen.append(request.operation)
-        action = self.faulty.rule(request)
-        if action is None:
-            self.reply(*self.forward())
-        else:
-            action(self)
+            self.faulty.busy += 1
+        try:
+            action = self.faulty.rule(request)
+            if action is None:
+                self.reply(*self.forward())
+            else:
+                action(self)
+        finally:
+            with _lock:
+                self.faulty.busy -= 1
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815 - the names that http.server calls
 

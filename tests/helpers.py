@@ -36,7 +36,9 @@ def make_checkpoint(folder: Path, files: Mapping[str, bytes | str] | None = None
     return Checkpoint.from_directory(folder)
 
 
-def make_config(storage_path: str | Path, name: str = "run", *, upload: Mapping[str, Any] | None = None, **changes: Any) -> RunConfig:
+def make_config(
+    storage_path: str | Path, name: str = "run", *, upload: Mapping[str, Any] | None = None, **changes: Any
+) -> RunConfig:
     """A run's configuration; `upload` are fields of `UploadConfig`."""
     return RunConfig(name=name, storage_path=storage_path, upload_config=UploadConfig(**(upload or {})), **changes)
 

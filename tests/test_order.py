@@ -72,7 +72,9 @@ def report(run: Run, folder: Path, seq: int, **metrics: object) -> ReportHandle:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_twelve_reports_whose_uploads_end_in_any_order_are_published_in_theirs(tmp_path, storage_path, wrap_storage, seed):
+def test_twelve_reports_whose_uploads_end_in_any_order_are_published_in_theirs(
+    tmp_path, storage_path, wrap_storage, seed
+):
     """With three slots, and any of the three running uploads ending next, rows and events are 0..11."""
     wrap_storage(Gates)
     choose, published = random.Random(seed), []
@@ -207,7 +209,9 @@ def test_all_reported_checkpoints_are_given_once_every_report_is_published(tmp_p
         report(run, tmp_path, 2)
         answer: Future[list[int]] = Future()
         asking = threading.Thread(
-            target=lambda: answer.set_result([item.metrics["seq"] for item in run.get_all_reported_checkpoints(mode, DEADLINE)])
+            target=lambda: answer.set_result(
+                [item.metrics["seq"] for item in run.get_all_reported_checkpoints(mode, DEADLINE)]
+            )
         )
         asking.start()
         keys = [storage_of(run).arrived.get(timeout=DEADLINE) for _ in range(2)]

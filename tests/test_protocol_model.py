@@ -220,7 +220,9 @@ def _replay(scenario: Scenario, stack: list[Node]) -> bool:
             _step(world, stack[depth], check=depth >= known - 1)
         raise AssertionError
     except AssertionError as error:
-        said = "\n".join(f"  {world.actors[node.current].name}: {' '.join(node.pending[node.current])}" for node in stack)
+        said = "\n".join(
+            f"  {world.actors[node.current].name}: {' '.join(node.pending[node.current])}" for node in stack
+        )
         raise ViolationError(f"{error}\nin the schedule\n{said}") from error
     finally:
         _let_all_end(world)
@@ -261,7 +263,9 @@ def check_readers(world: World) -> dict[int, ReportState]:
     present = {entry.key for entry in world.raw.list("checkpoints/")}
     for there in [there for commit in commits if isinstance(there := read_commit(world.raw, commit), Manifest)]:
         counts = lineage.counts(there.id)
-        published = rows.get(there.seq) is ReportState.COMMITTED and sum(other.seq == there.seq for other in commits) == 1
+        published = (
+            rows.get(there.seq) is ReportState.COMMITTED and sum(other.seq == there.seq for other in commits) == 1
+        )
         assert counts or not published, f"{there.id} is published as committed and does not count"
         assert f"{there.location}/w" in present or not counts, f"{there.id} is committed and its files are gone"
     for seq, state in world.rows.items():
@@ -296,7 +300,9 @@ def check_end(world: World) -> None:
     for number, (start, found) in world.started.items():
         older = [commit for commit in world.acked if commit.attempt < number]
         for commit in older:
-            assert commit in found.commits or read_commit(world.raw, commit) is None, f"attempt {number} never saw {commit}"
+            assert commit in found.commits or read_commit(world.raw, commit) is None, (
+                f"attempt {number} never saw {commit}"
+            )
         if older:
             assert start.resumed_from is not None, f"attempt {number} began from scratch beside {older}"
             assert start.resumed_from.seq >= max(older).seq, f"attempt {number} resumed from {start.resumed_from}"
@@ -410,7 +416,9 @@ def goes_on(world: World, storage: Scheduled, attempt: Attempt, start: Start, fo
     adopt(publisher, Live(storage=storage, attempt=attempt, slots=UploadSlots(1, 1)), found, start.first_seq)
     if start.resumed_from is not None:
         restored = read_commit(storage, start.resumed_from)
-        assert isinstance(restored, Manifest), f"{start.resumed_from}, which attempt {attempt.number} resumed from, is gone"
+        assert isinstance(restored, Manifest), (
+            f"{start.resumed_from}, which attempt {attempt.number} resumed from, is gone"
+        )
         storage.read(f"{restored.location}/w")
     for seq in range(start.first_seq, start.first_seq + own):
         manifest = _manifest(seq, attempt.number)

@@ -105,11 +105,15 @@ def test_an_at_sign_in_a_folder_name_is_no_reference(tmp_path):
 
 def test_what_is_not_there_is_said_with_what_is(scored, storage_path):
     """A seq that is not committed, a metric that nobody reported, a run that does not exist."""
-    with pytest.raises(CheckpointNotFoundError, match=r"@77: no such committed checkpoint .commits there: 0, 1, 2, 3, 4."):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"@77: no such committed checkpoint .commits there: 0, 1, 2, 3, 4."
+    ):
         resolve(f"{scored.path}@77")
     with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint of .* has a number as metric 'f1'"):
         resolve(f"{scored.path}@best:f1:max")
-    with pytest.raises(CheckpointNotFoundError, match=r"no run is at .*/other .there is no run.json.; a run is <storage_path>"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no run is at .*/other .there is no run.json.; a run is <storage_path>"
+    ):
         resolve(join_uri(storage_path, "other"))
     with pytest.raises(FileNotFoundError):
         Result.from_path(join_uri(storage_path, "other"))
@@ -118,7 +122,9 @@ def test_what_is_not_there_is_said_with_what_is(scored, storage_path):
 def test_best_without_a_score_attribute_asks_for_the_metric(tmp_path, storage_path):
     """The message shows the form that names one."""
     result = train(make_config(storage_path), tmp_path, [0.1])
-    with pytest.raises(CheckpointNotFoundError, match=r"no score attribute: say which metric is meant, as in .*@best:loss:min"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no score attribute: say which metric is meant, as in .*@best:loss:min"
+    ):
         resolve(f"{result.path}@best")
 
 

@@ -53,7 +53,9 @@ def info(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def report(run: Run, folder: Path, epoch: int, **metrics: object) -> ReportHandle:
     """A report whose checkpoint holds its epoch."""
     files = {"epoch": str(epoch)}
-    return run.report({"epoch": epoch, **metrics}, make_checkpoint(folder / f"{run.destination.attempt}-{epoch}", files))
+    return run.report(
+        {"epoch": epoch, **metrics}, make_checkpoint(folder / f"{run.destination.attempt}-{epoch}", files)
+    )
 
 
 def train(config: RunConfig, folder: Path, *epochs: int, scores: Callable[[int], float] = float) -> Result:
@@ -143,7 +145,9 @@ def test_a_complete_run_can_be_opened_again_and_changes_nothing(tmp_path, storag
     assert states(run.result) == ["committed"] * 2
 
 
-@pytest.mark.parametrize(("resume", "epoch"), [("best", 1), ("@0", 0), ("@best:score:min", 2), ("must", 2), ("latest", 2)])
+@pytest.mark.parametrize(
+    ("resume", "epoch"), [("best", 1), ("@0", 0), ("@best:score:min", 2), ("must", 2), ("latest", 2)]
+)
 def test_a_run_resumes_from_what_it_is_told(tmp_path, storage_path, resume, epoch):
     """`best` by the run's score, a seq, a metric, or the latest."""
     scored = CheckpointConfig(checkpoint_score_attribute="score")
@@ -401,7 +405,10 @@ def test_a_living_owner_is_not_replaced(storage_path, tmp_path):
     """The newcomer is refused, the error names the owner, and the owner goes on unharmed."""
     config = make_config(storage_path, lease_time=1.0)
     with open_run(config, owner=elsewhere(flow_run_id="f7")) as run:
-        with pytest.raises(RunBusyError, match=r"attempt 1 .process 4242 of ann on node7, flow run f7.*alive"), open_run(config):
+        with (
+            pytest.raises(RunBusyError, match=r"attempt 1 .process 4242 of ann on node7, flow run f7.*alive"),
+            open_run(config),
+        ):
             raise AssertionError
         report(run, tmp_path, 0)
     assert states(run.result) == ["committed"]
@@ -473,7 +480,9 @@ def test_of_eight_claims_at_once_one_wins(storage_path):
 def test_a_fenced_owner_stops_and_keeps_what_it_has(tmp_path, storage_path, wrap_storage):
     """Its upload under way ends FENCED with the local copy kept, its next report raises, it prunes and publishes nothing."""
     wrap_storage(SlowStorage, "create", pattern="commits/000001*")
-    config = make_config(storage_path, checkpoint_config=CheckpointConfig(retention=KeepLast(1)), failure_policy=LENIENT)
+    config = make_config(
+        storage_path, checkpoint_config=CheckpointConfig(retention=KeepLast(1)), failure_policy=LENIENT
+    )
     with open_run(config, owner=Owner(started=1)) as run:
         report(run, tmp_path, 0).wait(DEADLINE)
         assert run.publisher.wait_published(1, DEADLINE)

@@ -77,7 +77,7 @@ def task_runs(flow_run_id):
 def artifact(key: str):
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
-    return found[0]
+    return max(found, key=lambda artifact: artifact.created)  # the newest version: the server answers in no order
 
 
 def reports(storage_path: str, tmp_path: Path, count: int, *, fail: tuple[int, ...] = (), **options):

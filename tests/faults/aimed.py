@@ -208,7 +208,9 @@ def mortal(fuse: Fuse) -> Iterator[None]:
     plain_run, plain_reading = opening._open, reading.open_storage
     with (
         mock.patch.object(opening, "_open", lambda config, uri: Mortal(plain_run(config, uri), fuse)),
-        mock.patch.object(reading, "open_storage", lambda *args, **kwargs: Mortal(plain_reading(*args, **kwargs), fuse)),
+        mock.patch.object(
+            reading, "open_storage", lambda *args, **kwargs: Mortal(plain_reading(*args, **kwargs), fuse)
+        ),
         mock.patch.object(threading, "excepthook", quiet),
     ):
         yield

@@ -241,7 +241,7 @@ def run_cell(cell: Cell, server: S3Server, bucket: str) -> Figures:
             problems += [f"{key} is left" for key in files if not key.startswith(locations)]
         figures.problems = [f"{cell}: {problem}" for problem in problems]
         if training.may_come_late:
-            _settled(lambda: _uploads(server, bucket, root))
+            _settled(lambda: ["under way"] * proxy.busy)
             training.collect()
         figures.left = len(_settled(lambda: _uploads(server, bucket, root)))
     if figures.left:
@@ -385,7 +385,10 @@ def _settled(look: Callable[[], list[str]]) -> list[str]:
 def _uploads(server: S3Server, bucket: str, root: Any) -> list[str]:
     """Multipart uploads under way below a storage path."""
     prefix = str(root).removeprefix(f"s3://{bucket}/")
-    found = server.client().list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+    try:
+        found = server.client().list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+    except server.client().exceptions.NoSuchUpload:  # rclone's way to say that there is none
+        return []
     return [upload["Key"] for upload in found if upload["Key"].startswith(prefix)]
 
 

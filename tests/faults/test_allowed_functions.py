@@ -76,7 +76,8 @@ def test_a_way_through_the_project_to_something_else_is_refused(project, attribu
 
 
 @pytest.mark.parametrize(
-    "name", ["", "train", "os.system", "os", ":system", "os:", "os:system()", "os:system;x", "../x:y", "os :system", "a-b:c"]
+    "name",
+    ["", "train", "os.system", "os", ":system", "os:", "os:system()", "os:system;x", "../x:y", "os :system", "a-b:c"],
 )
 def test_what_is_no_name_is_refused(project, name):
     """Neither `package.module:attribute` nor an entry point."""
@@ -115,7 +116,7 @@ def test_what_leads_nowhere_or_cannot_be_called_says_so(project):
     """With the reason."""
     with pytest.raises(ConfigError, match="no attribute 'nothing'"):
         resolve_function(f"{project}:nothing")
-    with pytest.raises(ConfigError, match="not allowed|int, which cannot be called"):
+    with pytest.raises(ConfigError, match="not allowed"):
         resolve_function(f"{project}:number")
 
 

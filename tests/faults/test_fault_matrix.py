@@ -11,7 +11,7 @@ import pytest
 from servers import S3Server, moto_server, rclone_server  # noqa: F401 - fixtures
 
 sys.path.insert(0, str(Path(__file__).parent))  # beside this file, not in tests/: it is a program of its own
-import matrix  # noqa: E402
+import matrix
 
 WORKERS = 6
 SOME = [
@@ -54,7 +54,9 @@ def test_a_loss_that_nobody_tells_is_caught(moto_server: S3Server, monkeypatch: 
     plain = matrix._objects
 
     def without(server, bucket, root):
-        return {key: data for key, data in plain(server, bucket, root).items() if not key.endswith("under-a1/small.bin")}
+        return {
+            key: data for key, data in plain(server, bucket, root).items() if not key.endswith("under-a1/small.bin")
+        }
 
     monkeypatch.setattr(matrix, "_objects", without)
     cell = matrix.Cell("moto", "503 SlowDown", "small object", within=True)

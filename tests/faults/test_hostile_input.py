@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_a_crafted_manifest_of_the_newest_is_passed_over_by_a_resume(run_uri, ch
 def test_what_a_manifest_says_wrongly_of_a_file_restores_nothing(run_uri, tmp_path, change):
     """No space is reserved on its word; the file is named."""
     craft(run_uri, "commits/000001.a1.json", change)
-    with pytest.raises(CorruptCheckpointError, match="a of .* has"):
+    with pytest.raises(CorruptCheckpointError, match=r"a of .* has"):
         resolve(f"{run_uri}@1").to_directory(tmp_path / "restored")
     assert not list(tmp_path.glob("*restored*"))
 
@@ -182,7 +183,7 @@ def test_a_link_is_no_place_to_restore_to(run_uri, tmp_path):
 def test_a_newer_format_is_refused_by_name(run_uri):
     """Guessing at it could lose data."""
     craft(run_uri, "commits/000001.a1.json", lambda body: body.update(format=2))
-    with pytest.raises(NewerFormatError, match="000001.*format 2.*upgrade"):
+    with pytest.raises(NewerFormatError, match=r"000001.*format 2.*upgrade"):
         committed(run_uri)
 
 
@@ -193,7 +194,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_stands_in_a_manifest_it_is_read_or_refused(tmp_path_factory, data):
     """Any field replaced by any JSON: a checkpoint whose paths stay inside, or a `FormatError`; nothing else."""
@@ -208,7 +209,7 @@ def test_whatever_stands_in_a_manifest_it_is_read_or_refused(tmp_path_factory, d
     except FormatError:
         return
     for item in getattr(found, "files", ()):
-        assert not os.path.isabs(item.path)
+        assert not item.path.startswith("/")
         assert ".." not in item.path.split("/")
         assert item.size >= 0
 
@@ -218,7 +219,7 @@ def test_whatever_stands_in_a_manifest_it_is_read_or_refused(tmp_path_factory, d
 
 def nothing_breaks(uri: str) -> None:
     """Every reader gives an answer, or says in an error of this package which object is wrong."""
-    root = uri.rpartition("/")[0]
+    root, told = uri.rpartition("/")[0], []
     for read in (
         lambda: committed(uri), lambda: resolve(uri), lambda: resolve(f"{uri}@best:loss:min"), lambda: list_runs(root),
         lambda: list(Result.from_path(uri).history), lambda: repr(Result.from_path(uri).totals),
@@ -227,13 +228,14 @@ def nothing_breaks(uri: str) -> None:
         try:
             read()
         except CkptError as error:
-            assert uri in str(error)
+            told.append(str(error))
+    assert all(uri in text for text in told)
 
 
 RECORDS = ("run.json", "attempts/0001.json", "attempts/0001.start.json", "attempts/0001.end.json", "result.json")
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_made_up_records_break_no_reader(data):
     """Any field of run.json, claim, start, end and result replaced by any JSON, or the whole object."""
@@ -252,7 +254,7 @@ def test_made_up_records_break_no_reader(data):
     nothing_breaks(uri)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_made_up_rows_and_notes_break_no_reader(data):
     """A damaged row shows as LOST, a damaged note is passed over; the checkpoints are all there."""
@@ -353,13 +355,13 @@ def test_real_dcp_metadata_is_understood(tmp_path):
     model = torch.nn.Linear(8, 2)
     dcp.save({"model": model.state_dict(), "epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "dcp").iterdir()}
-    store = open_storage(tmp_path / "dcp")
-    check_shards(store, "", sizes, tmp_path)
+    store, scratch = open_storage(tmp_path / "dcp"), lambda: nullcontext(tmp_path)
+    check_shards(store, "", sizes, scratch)
     [shard] = [name for name in sizes if name.endswith(".distcp")]
     with pytest.raises(CorruptCheckpointError, match=f"bytes of {shard}, which has 5 bytes"):
-        check_shards(store, "", {**sizes, shard: 5}, tmp_path)
+        check_shards(store, "", {**sizes, shard: 5}, scratch)
     with pytest.raises(CorruptCheckpointError, match=f"{shard}, which is missing"):
-        check_shards(store, "", {".metadata": sizes[".metadata"]}, tmp_path)
+        check_shards(store, "", {".metadata": sizes[".metadata"]}, scratch)
 
 
 def test_what_cannot_be_restored_is_not_committed(moto_server, tmp_path, monkeypatch):  # noqa: F811
@@ -390,7 +392,7 @@ def full_after(monkeypatch: pytest.MonkeyPatch, below: Path, nbytes: int) -> Non
     plain, left, lock = os.write, [nbytes], threading.Lock()
 
     def write(fd: int, data: Any) -> int:
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"{below}/"):
+        if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(f"{below}/"):
             return plain(fd, data)
         with lock:
             if len(data) > left[0]:
@@ -411,7 +413,7 @@ def test_a_disk_that_fills_while_restoring_leaves_nothing(storage_path, tmp_path
     (tmp_path / "disk").mkdir()
     with monkeypatch.context() as patch:
         full_after(patch, tmp_path / "disk", 35_000)
-        with pytest.raises(StorageFullError, match="write .*disk.*No space left"):
+        with pytest.raises(StorageFullError, match=r"write .*disk.*No space left"):
             checkpoint.to_directory(tmp_path / "disk/restored")
     assert list((tmp_path / "disk").iterdir()) == []
     assert len(content(checkpoint, tmp_path / "disk/restored")) == 8
@@ -483,7 +485,7 @@ def test_a_clock_that_jumps_changes_neither_order_nor_retention_nor_latest(stora
     assert [row.metrics["jump"] for row in run.result.history] == [0, -10, 10, -5, 0]
     assert [checkpoint.seq for checkpoint, _ in run.result.best_checkpoints] == [3, 4]
     assert resolve(run.uri).seq == 4
-    assert all(0 <= getattr(row.timings, "queue_wait") < DEADLINE for row in run.result.history)
+    assert all(0 <= row.timings.queue_wait < DEADLINE for row in run.result.history)
     clock[0] = -20 * year
     with open_run(config) as again:
         assert again.get_checkpoint().seq == 4

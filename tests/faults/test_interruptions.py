@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import faulty_server
 import pytest
 from helpers import DEADLINE, eventually
 from prefect.client.orchestration import get_client
@@ -25,7 +26,6 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 from prefect.states import Cancelling
 from prefect_server import prefect_server  # noqa: F401 - a fixture
 
-import faulty_server
 from ckpt import Result
 from ckpt.layout import CHECKPOINTS
 
@@ -269,7 +269,7 @@ def test_a_store_that_is_gone_does_not_hold_the_process(start, moto_server):
         began = training.send(signal.SIGINT)
         assert training.ended() != 0
         assert time.monotonic() - began < PREFECTS_KILL
-        runs = eventually(lambda: flow_runs(training.flow_run_name), lambda runs: bool(runs))
+        runs = eventually(lambda: flow_runs(training.flow_run_name), bool)
         assert runs[0].state.name == "Crashed"
 
 

@@ -179,7 +179,9 @@ scores = st.none() | st.floats() | st.sampled_from([0.0, 1.0, -0.0, math.nan, ma
 def test_latest_best_and_pinned_never_go(items, policy, order):
     """Whatever the scores (NaN, none, ties, no numbers), the order, the times and the policy."""
     found = [
-        Candidate(id=CommitId(seq, 1), metrics={} if score is None else {"score": score}, pinned=pinned, created=created)
+        Candidate(
+            id=CommitId(seq, 1), metrics={} if score is None else {"score": score}, pinned=pinned, created=created
+        )
         for seq, (score, pinned, created) in enumerate(items)
     ]
     ranked = rank(found, "score", order)
@@ -219,7 +221,11 @@ def test_in_a_run_latest_best_and_pinned_are_whole_and_evicted_ones_keep_their_r
     kept = committed(run.uri)
     assert all(verify(item).ok for item in kept)
     assert kept[-1].seq == len(values) - 1
-    ranked = [(value if order == "max" else -value, seq) for seq, value in enumerate(values) if value and value == value]
+    ranked = [
+        (value if order == "max" else -value, seq)
+        for seq, value in enumerate(values)
+        if value and not math.isnan(value)
+    ]
     if ranked:
         assert max(ranked)[1] in seqs(kept)
         assert run.result.best.seq == max(ranked)[1]
@@ -261,6 +267,8 @@ def test_evicted_reports_are_in_the_history_of_a_reader_with_everything_but_thei
             report({"n": number}, make_checkpoint(tmp_path / str(number), {"a": "12345"}))
     eventually(lambda: seqs(committed(run.uri)), lambda found: found == [2])
     rows = list(Result.from_path(run.uri).history)
-    assert [(row.state.value, row.metrics, row.nbytes) for row in rows] == [("committed", {"n": n}, 5) for n in range(3)]
+    assert [(row.state.value, row.metrics, row.nbytes) for row in rows] == [
+        ("committed", {"n": n}, 5) for n in range(3)
+    ]
     with pytest.raises(FileNotFoundError):
         rows[0].checkpoint.to_directory(tmp_path / "restored")

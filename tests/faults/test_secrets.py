@@ -183,7 +183,13 @@ def test_a_failing_command_of_its_own_process_prints_no_secret(proxy, root):
 @pytest.mark.prefect
 @pytest.mark.slow
 def test_a_failing_flow_leaves_no_secret_at_the_server(
-    proxy, root, tmp_path, caplog, capfd, prefect_server, tmp_path_factory  # noqa: F811
+    proxy,
+    root,
+    tmp_path,
+    caplog,
+    capfd,
+    prefect_server,  # noqa: F811
+    tmp_path_factory,
 ):
     """Its database has parameters, logs, artifacts, events, results and states: none of the marks is in any file of it."""
     from ckpt_tasks import training_run

@@ -28,7 +28,16 @@ from typing import Any
 
 from prefect import flow
 
-from ckpt import Checkpoint, Result, RunConfig, UploadConfig, checkpoint_dir, get_checkpoint, opening, report, stop_requested
+from ckpt import (
+    Checkpoint,
+    RunConfig,
+    UploadConfig,
+    checkpoint_dir,
+    get_checkpoint,
+    opening,
+    report,
+    stop_requested,
+)
 from ckpt_tasks import embedded_server, training_run
 
 
