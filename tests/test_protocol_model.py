@@ -37,6 +37,8 @@ from ckpt.slots import UploadSlots
 from ckpt.storage import Storage
 from ckpt.testing import WrappedStorage
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 30.0
 """Seconds that an actor or the scheduler waits for the other before the test fails."""
 WRITES = {"create", "write", "delete", "upload"}
