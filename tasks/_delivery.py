@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-
-logger = logging.getLogger("ckpt")
 
 NO_API = 75
 """Exit code of a process that the Prefect API went away from for good: EX_TEMPFAIL, the same command may work later."""
@@ -108,12 +107,21 @@ _LEAVING = "ckpt-leaving"
 
 
 def _leave_at_exit(seconds: float) -> None:
-    """Wait for the end of the program, and end the process soon after."""
+    """Wait for the end of the program, and end the process soon after, unless somebody listens again.
+
+    Nothing but the standard library from here on: a daemon thread that is inside compiled code of another kind when the
+    interpreter goes away takes the process down with SIGABRT.
+    """
+    url = urlsplit(PREFECT_API_URL.value() or "")
+    address = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
     while not getattr(threading, "_SHUTTING_DOWN", False):  # `sys.is_finalizing` comes after Prefect's waiting
         time.sleep(0.5)
-    if not api_answers():
+    try:
+        socket.create_connection(address, timeout=seconds).close()
+    except OSError:
         time.sleep(seconds)
-        logger.warning("The Prefect API is still away: %d log lines and %d events are left", *waiting())
+        logs, events = waiting()
+        sys.stderr.write(f"The Prefect API is still away: {logs} log lines and {events} events are left.\n")
         _end(NO_API)
 
 
