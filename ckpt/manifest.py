@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -215,6 +214,8 @@ def _above(path: str) -> Iterator[str]:
 @cache
 def versions() -> dict[str, str]:
     """Versions worth knowing when a checkpoint is read years later; torch only if the program uses it."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {"python": platform.python_version()}
     try:
         found["ckpt"] = version("prefect-ckpt")

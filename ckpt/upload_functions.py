@@ -6,7 +6,6 @@ A function may return a `Checkpoint`; or a coroutine, a `concurrent.futures.Futu
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import dis
 import functools
@@ -154,6 +153,8 @@ def _resolve(fn: Any, checkpoint: Checkpoint, name: str, deadline: float) -> Che
     while not isinstance(value, Checkpoint):
         left = deadline - time.monotonic()
         if inspect.iscoroutine(value):
+            import asyncio  # a tenth of a second that programs without coroutines need not wait for
+
             value = asyncio.run(asyncio.wait_for(value, left))
         elif hasattr(value, "staging_completion") and hasattr(value, "upload_completion"):
             value.staging_completion.result(left)

@@ -18,8 +18,7 @@ from rich.markup import escape
 from ckpt import Result
 from ckpt.errors import CheckpointsLostError, CkptError
 from ckpt_tasks import TrainConfig, embedded_server, run_training
-from ckpt_tasks._delivery import NO_API, api_answers, leave, waiting
-from ckpt_tasks._logging import missed
+from ckpt_tasks._delivery import NO_API, api_answers, leave, unseen
 from ckpt_tasks.form import Retention, Uploads
 from ckpt_tasks.summary import print_result
 
@@ -85,10 +84,10 @@ def _without_api(config: TrainConfig, console: Console, error: httpx.HTTPError) 
     """Print what the run left in storage, and what the UI misses."""
     console.print(f"[bold red]The Prefect API is away:[/] {escape(f'{type(error).__name__}: {error}')}")
     _print_stored(config, console)
-    logs, events = waiting()
+    logs, events = unseen()
     console.print(
-        f"Its UI misses the end of this flow run (it says Running), {missed.logs + logs} log lines, and "
-        f"{missed.events + events} events, the states of task runs among them."
+        f"Its UI misses the end of this flow run (it says Running), {logs} log lines, and "
+        f"{events} events, the states of task runs among them."
     )
 
 

@@ -17,6 +17,8 @@ from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from ckpt_tasks._logging import missed
+
 NO_API = 75
 """Exit code of a process that the Prefect API went away from for good: EX_TEMPFAIL, the same command may work later."""
 
@@ -37,15 +39,16 @@ def deliver(timeout: float) -> bool:
     return done.wait(timeout)
 
 
-def waiting() -> tuple[int, int]:
-    """Log lines and events that this process holds for the API; 0 each where Prefect's insides have changed."""
-    logs = events = 0
+def unseen() -> tuple[int, int]:
+    """Log lines and events of this process that the API has not taken; where Prefect's insides have changed, fewer."""
+    logs, events = missed.logs, missed.events
     with contextlib.suppress(Exception):
         from prefect._internal.concurrency.services import QueueService
 
         services: Any = QueueService
         for service in list(services._instances.values()):  # noqa: SLF001 - there is no public way to ask
-            held = service._queue.qsize()  # noqa: SLF001 - as above
+            sent = getattr(getattr(service, "_client", None), "_unconfirmed_events", ())  # and never acknowledged
+            held = service._queue.qsize() + len(sent)  # noqa: SLF001 - as above
             logs += held if "Log" in type(service).__name__ else 0
             events += held if "Events" in type(service).__name__ else 0
     return logs, events
@@ -120,7 +123,7 @@ def _leave_at_exit(seconds: float) -> None:
         socket.create_connection(address, timeout=seconds).close()
     except OSError:
         time.sleep(seconds)
-        logs, events = waiting()
+        logs, events = unseen()
         sys.stderr.write(f"The Prefect API is still away: {logs} log lines and {events} events are left.\n")
         _end(NO_API)
 
