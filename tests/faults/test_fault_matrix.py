@@ -13,14 +13,14 @@ from servers import S3Server, moto_server, rclone_server  # noqa: F401 - fixture
 sys.path.insert(0, str(Path(__file__).parent))  # beside this file, not in tests/: it is a program of its own
 import matrix
 
-WORKERS = 6
+WORKERS = 8
 SOME = [
     cell
     for number, fault in enumerate(matrix.FAULTS)
     for cell in matrix.cells(["rclone" if number % 4 == 3 else "moto"])
-    if cell.fault == fault and list(matrix.OPERATIONS).index(cell.operation) in {number % 8, (3 * number + 4) % 8}
+    if cell.fault == fault and cell.operation == list(matrix.OPERATIONS)[number % len(matrix.OPERATIONS)]
 ]
-"""Every fault at one or two operations, every operation under some faults."""
+"""Every fault at one operation, every operation under some fault."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,7 @@ def test_every_fault_and_every_operation_is_among_those_tried_here():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_what_can_be_borne_is_borne_and_what_cannot_is_named(moto_server: S3Server, rclone_server: S3Server):  # noqa: F811
     """Within the budget all is committed, beyond it FAILED with the cause; nothing torn, lost or left on the server."""
     figures = matrix.run_all(SOME, {"moto": moto_server, "rclone": rclone_server}, WORKERS, lambda *_: None)
