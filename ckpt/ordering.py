@@ -121,14 +121,6 @@ def gather(line: ReportLine) -> Result:
     Returns:
         The result, after the line was closed and drained.
     """
-    try:
-        return _gather(line)
-    except BaseException:
-        line.publisher.abandon()
-        raise
-
-
-def _gather(line: ReportLine) -> Result:
     for reported in line:
         record = _await(reported, line)
         if record.checkpoint is None and reported.pending is None and record.state is ReportState.SUBMITTED:

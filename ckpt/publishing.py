@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -83,7 +83,7 @@ class Publisher:
         self._flush_due: float | None = None
         self._kept: dict[CommitId, tuple[Candidate, ReportRecord]] = {}
         self._notes = Notes(self._objects)
-        self._pruner = Pruner(storage, attempt, self._notes)
+        self._pruner = Pruner(storage, attempt)
         self._streak = _Streak()
         self._last: ReportRecord | None = None
         self._totals = Totals()
@@ -211,10 +211,6 @@ class Publisher:
     def hurry(self) -> None:
         """Do not wait for deletions at the end: the process has to go."""
         self._pruner.hurry()
-
-    def abandon(self) -> None:
-        """Let the pruner end by itself; for an ordering task that dies."""
-        self._pruner.stop()
 
     def verdict(self, policy: FailurePolicy) -> str | None:
         """Why the failure policy calls the run red; None if it does not."""
@@ -379,54 +375,63 @@ class Pruner:
     CLOSE_TIMEOUT = 60.0
     """Seconds that the end of a run waits for deletions under way; what is left is found by the next garbage collection."""
 
-    def __init__(self, storage: Storage, attempt: Attempt, notes: Notes) -> None:
-        self._storage, self._attempt, self._notes = storage, attempt, notes
-        self._queue: queue.SimpleQueue[tuple[CommitId, ReportRecord] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._idle = threading.Event()
-        """Set when there is nothing to wait for, or no time."""
+    def __init__(self, storage: Storage, attempt: Attempt) -> None:
+        self._storage, self._attempt = storage, attempt
+        self._todo: deque[tuple[CommitId, ReportRecord]] = deque()
+        self._running = False
+        self._hurried = False
+        self._changed = threading.Condition()
 
     def prune(self, commit: CommitId, record: ReportRecord) -> None:
-        """Delete a checkpoint soon."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ckpt-prune", daemon=True)
-            self._thread.start()
-        self._queue.put((commit, record))
-
-    def stop(self) -> None:
-        """Take nothing more after what is queued."""
-        self._queue.put(None)
+        """Delete a checkpoint soon; the thread lasts as long as there is something to delete."""
+        with self._changed:
+            self._todo.append((commit, record))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="ckpt-prune", daemon=True).start()
 
     def hurry(self) -> None:
         """End a `close()` that waits, and let later ones not wait."""
-        self._idle.set()
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Wait for what is under way."""
-        self.stop()
-        if self._thread is not None:
-            began = time.monotonic()
-            if self._idle.wait(self.CLOSE_TIMEOUT):
-                self._thread.join(1.0)
-            if self._thread.is_alive():
+        began = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._hurried or not self._running, self.CLOSE_TIMEOUT)
+            if self._running:
                 waited = time.monotonic() - began
                 logger.warning("Deletions of old checkpoints are still under way after %.0f s; left", waited)
 
     def _run(self) -> None:
         try:
-            self._delete_all()
-        finally:
-            self._idle.set()
+            while (item := self._next()) is not None:
+                self._delete(*item)
+        except BaseException:
+            with self._changed:
+                self._running = False
+                self._changed.notify_all()
+            raise
 
-    def _delete_all(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                self._attempt.check_fence()
-                delete_checkpoint(self._storage, *item)
-            except FencedError:
-                return
-            except Exception as error:  # noqa: BLE001 - one failed deletion never stops a run
-                logger.warning("Could not delete checkpoint %d: %s; left for garbage collection", item[0].seq, error)
+    def _next(self) -> tuple[CommitId, ReportRecord] | None:
+        with self._changed:
+            if self._todo:
+                return self._todo.popleft()
+            self._running = False  # decided under the lock: whoever prunes next starts another thread
+            self._changed.notify_all()
+            return None
+
+    def _delete(self, commit: CommitId, record: ReportRecord) -> None:
+        try:
+            self._attempt.check_fence()
+            delete_checkpoint(self._storage, commit, record)
+        except FencedError:
+            with self._changed:
+                self._todo.clear()
+        except Exception as error:  # noqa: BLE001 - one failed deletion never stops a run
+            logger.warning("Could not delete checkpoint %d: %s; left for garbage collection", commit.seq, error)
 
 
 def delete_checkpoint(storage: Storage, commit: CommitId, record: ReportRecord) -> None:

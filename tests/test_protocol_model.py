@@ -19,6 +19,7 @@ import ckpt._memory
 import ckpt.attempts
 import ckpt.collecting
 import ckpt.commits
+import ckpt.history
 import ckpt.publishing
 import ckpt.reading
 from ckpt import Checkpoint, KeepLast, ReportRecord, ReportState
@@ -431,12 +432,12 @@ def goes_on(world: World, storage: Scheduled, attempt: Attempt, start: Start, fo
 def _step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publish and prune at once and on the actor's own thread, so that each actor is one sequence of calls."""
     monkeypatch.setattr(ckpt.publishing, "FLUSH_INTERVAL", 0.0)
-    monkeypatch.setattr(ckpt.commits, "_READERS", 1)
+    for module in (ckpt.commits, ckpt.history, ckpt.collecting):
+        monkeypatch.setattr(module, "READERS", 1)
     monkeypatch.setattr(ckpt._memory, "_objects", {})  # what other tests left there would be listed thousands of times
 
     def prune(self: Pruner, commit: CommitId, record: ReportRecord) -> None:
-        self._queue.put((commit, record))
-        self._queue.put(None)
+        self._todo.append((commit, record))
         self._run()
 
     monkeypatch.setattr(Pruner, "prune", prune)
@@ -495,7 +496,6 @@ def test_garbage_collection_races_with_an_upload_that_wakes_up(monkeypatch: pyte
 
 
 def _collection(monkeypatch: pytest.MonkeyPatch) -> Scenario:
-    monkeypatch.setattr(ckpt.collecting, "_READERS", 1)
     monkeypatch.setattr(ckpt.collecting, "Owner", lambda: _dead("second"))
 
     def scenario(world: World) -> None:
@@ -607,7 +607,7 @@ def test_a_start_object_left_open_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_collecting_without_settling_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files whose report is still open may be committed after they were removed."""
-    monkeypatch.setattr(ckpt.collecting, "_settle", lambda *args: None)
+    monkeypatch.setattr(ckpt.collecting, "settle", lambda *args: None)
     with pytest.raises(ViolationError, match="is committed and its files are gone"):
         explore(_collection(monkeypatch))
 
