@@ -52,7 +52,7 @@ def nothing_left_behind(staging: Path) -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("ckpt-") and not thread.name.startswith(LASTING):
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive(), f"{thread.name} is still running"
     left = [
         path for top in staging.glob(".ckpt-staging*") for path in top.iterdir() if not path.name.startswith("kept-")

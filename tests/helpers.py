@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ckpt import Checkpoint, Result, Run, RunConfig, UploadConfig
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 """Seconds that any wait of a test may take before the test fails."""
 
 T = TypeVar("T")
