@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -86,15 +86,6 @@ class Notes:
         """Whether retention must leave the commit alone."""
         said = [note.pin for note in self._sorted(commit) if note.pin is not None]
         return bool(said and said[-1])
-
-    def about(self, commits: Iterable[CommitId]) -> bool:
-        """Whether there is any note about one of `commits`."""
-        return any(commit in self._of for commit in commits)
-
-    def forget(self, commit: CommitId) -> list[str]:
-        """Keys of the notes about a commit that is being deleted."""
-        self._of.pop(commit, None)
-        return [entry.key for entry in self._objects.list(NOTES) if parse_note(entry.key) == commit]
 
     def _sorted(self, commit: CommitId) -> list[Note]:
         return sorted(self._of.get(commit, ()), key=lambda note: note.created)
