@@ -14,7 +14,7 @@ import pytest
 
 from ckpt import opening
 
-pytest_plugins = ["servers"]
+pytest_plugins = ["servers", "prefect_server"]
 
 LASTING = ("ckpt-io", "ckpt-upload-fn-")
 """Threads that may outlive a test: the process's one event loop, and abandoned custom functions."""

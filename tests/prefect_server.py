@@ -1,4 +1,8 @@
-"""A Prefect server for the tests of a session, with a database of its own; import the fixture where it is needed."""
+"""A Prefect server for the tests of a session, with a database of its own.
+
+The one instance: a fixture that test modules import is another one in each of them. Prefect is imported by the tests that
+use it only.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.context import refresh_global_settings_context
 
-from ckpt_tasks import embedded
-from ckpt_tasks.embedded import embedded_server
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API's URL; whatever server the developer has configured is left alone."""
+    from prefect.context import refresh_global_settings_context
+
+    from ckpt_tasks.embedded import embedded_server
+
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PREFECT_")]:
             patch.delenv(name)
@@ -51,6 +57,10 @@ class ApiServer:
 
     def start(self) -> None:
         """Returns once it answers."""
+        import httpx
+
+        from ckpt_tasks import embedded
+
         script = Path(embedded.__file__).with_name("_server.py")
         mine = {"PREFECT_HOME": str(self._home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
         ours = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -74,4 +84,6 @@ class ApiServer:
 
     def client(self) -> SyncPrefectClient:
         """To look what it knows."""
+        from prefect.client.orchestration import SyncPrefectClient
+
         return SyncPrefectClient(self.url)

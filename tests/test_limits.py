@@ -18,7 +18,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_server import ApiServer, prefect_server  # noqa: F401 - a fixture
+from prefect_server import ApiServer
 
 from ckpt import CheckpointUploadMode, UploadConfig, report
 from ckpt.errors import ConfigError, DeadlineError, UploadFailedError
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("prefect_server")]
 
 
 @pytest.fixture
-def limit(prefect_server) -> Iterator[Callable[[int], str]]:  # noqa: F811 - the fixture
+def limit(prefect_server) -> Iterator[Callable[[int], str]]:
     """`limit(1)`: the name of a new limit of one slot; deleted at the end."""
     made = []
 

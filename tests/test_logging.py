@@ -15,12 +15,9 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import MissingContextError
 from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
-from prefect_server import prefect_server
 
 from ckpt.errors import CkptError
 from ckpt_tasks._logging import missed, quiet_prefect, run_logging
-
-__all__ = ["prefect_server"]
 
 log = logging.getLogger("ckpt")
 

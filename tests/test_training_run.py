@@ -11,7 +11,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from prefect.context import FlowRunContext
 from prefect.futures import as_completed
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 import ckpt
 from ckpt import (

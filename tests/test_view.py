@@ -16,13 +16,10 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_server import prefect_server
 
 from ckpt import Checkpoint, ReportRecord, ReportState
 from ckpt_tasks.artifacts import LIVE_ROWS, live_key
 from ckpt_tasks.view import RunView
-
-__all__ = ["prefect_server"]
 
 
 def record(seq: int) -> ReportRecord:

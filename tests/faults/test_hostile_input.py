@@ -542,7 +542,7 @@ def test_a_file_that_a_custom_upload_reads_where_it_is_must_not_change(
     spoiled = threading.Event()
 
     def check(self: Any, entry: Any) -> None:
-        if entry.path == "model.bin" and not spoiled.is_set():
+        if self.root == tmp_path / "ck" and not spoiled.is_set():
             spoiled.set()
             spoil(self.root / "model.bin")
         plain(self, entry)
@@ -553,6 +553,7 @@ def test_a_file_that_a_custom_upload_reads_where_it_is_must_not_change(
             checkpoint = make_checkpoint(tmp_path / "ck", {"model.bin": b"y" * 100})
             report({}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
             report({}, make_checkpoint(tmp_path / "good"))
+    assert spoiled.is_set()
     assert states(run.result) == ["failed", "committed"]
     assert "model.bin" in reasons(run.result)[0]
     assert any(word in reasons(run.result)[0] for word in named.split("|"))

@@ -24,7 +24,6 @@ from helpers import DEADLINE, eventually
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.states import Cancelling
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt import Result
 from ckpt.layout import CHECKPOINTS
@@ -97,7 +96,7 @@ class Training:
 
 
 @pytest.fixture
-def start(prefect_server, tmp_path) -> Iterator[Callable[..., Training]]:  # noqa: F811 - the fixture
+def start(prefect_server, tmp_path) -> Iterator[Callable[..., Training]]:
     """`start(steps=9, ...)`: a training in storage of this test, killed at its end."""
     started: list[Training] = []
 
@@ -160,7 +159,7 @@ def test_the_loop_saves_just_in_time_and_the_next_run_goes_on_from_there(start, 
     training.send(signal.SIGTERM)
     training.said("stopping after")
     code = training.ended()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < PREFECTS_KILL
     assert (code, "Crashed") == ENDS[number], training.output
     tasks = check_states(training, "Crashed")
     assert set(tasks.values()) == {"Completed"}
@@ -178,15 +177,20 @@ def test_the_loop_saves_just_in_time_and_the_next_run_goes_on_from_there(start, 
 
 
 def test_a_loop_that_never_looks_is_interrupted(start, tmp_path):
-    """After half of a short stop_timeout; what it had reported is committed."""
+    """After half of a short stop_timeout; what it knew to be committed is, and the report it was in has its row."""
     training = start(steps=1000, heeds=False, after=0.1, run={"stop_timeout": 4.0})
     training.said("step 2")
     began = training.send(signal.SIGTERM)
     assert training.ended() == -signal.SIGTERM
-    assert time.monotonic() - began < 4 + 5
+    assert time.monotonic() - began < PREFECTS_KILL
     assert "the training loop has not stopped in 2 s" in training.output
     check_states(training, "Crashed")
-    assert set(rows(tmp_path)) == {"committed"}
+    known = training.output.count("\nstep ")
+    history = list(result_in(tmp_path).history)
+    assert known >= 3
+    assert {record.state.value for record in history[:known]} == {"committed"}
+    assert len(history) <= known + 1
+    assert all(record.state.value == "committed" or record.reason for record in history)
     check_nothing_partial(tmp_path)
 
 
@@ -212,7 +216,7 @@ def test_an_upload_that_hangs_is_aborted_at_the_end_of_the_time(start, tmp_path,
     training.said("drain" if drained else "hanging")
     began = training.send(signal.SIGTERM)
     assert training.ended() == -signal.SIGTERM
-    assert time.monotonic() - began < 3 + 5
+    assert time.monotonic() - began < PREFECTS_KILL
     tasks = check_states(training, "Crashed")
     assert tasks["upload-000000 run"] == "Failed"
     history = list(result_in(tmp_path).history)
@@ -240,7 +244,7 @@ def test_a_network_that_hangs_leaves_no_multipart_upload(start, moto_server):
         assert stuck.wait(DEADLINE)
         began = training.send(signal.SIGTERM)
         assert training.ended() == -signal.SIGTERM
-        assert time.monotonic() - began < 5 + 6
+        assert time.monotonic() - began < PREFECTS_KILL
         check_states(training, "Crashed")
         client = moto_server.client()
         assert not client.list_multipart_uploads(Bucket=bucket).get("Uploads")
@@ -279,7 +283,7 @@ def test_a_termination_before_the_run_is_open_ends_it_at_once(start, tmp_path):
     training.said("opening")
     began = training.send(signal.SIGTERM)
     assert training.ended() == -signal.SIGTERM
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < PREFECTS_KILL
     runs = eventually(lambda: flow_runs(training.flow_run_name), lambda runs: runs[0].state.is_final())
     assert runs[0].state.name == "Crashed"
     assert not (tmp_path / "runs" / "run").exists()

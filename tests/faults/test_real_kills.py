@@ -11,7 +11,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt import committed, open_storage
 
@@ -52,7 +51,7 @@ def test_kills_on_a_local_disk(tmp_path):
 
 
 @pytest.mark.prefect
-def test_kills_of_the_flow(tmp_path, prefect_server, monkeypatch):  # noqa: F811 - the fixture
+def test_kills_of_the_flow(tmp_path, prefect_server, monkeypatch):
     """Two, of a flow run with its upload and ordering tasks."""
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
     _hunt(kills.Place(str(tmp_path / "runs"), {}, 8), 2, "prefect")

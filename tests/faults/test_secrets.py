@@ -17,7 +17,6 @@ import pytest
 from faulty_server import FaultyServer, answer, faulty
 from helpers import make_checkpoint
 from prefect import flow
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 from servers import S3Server, moto_server  # noqa: F401 - fixtures
 
 from ckpt import (
@@ -188,7 +187,7 @@ def test_a_failing_flow_leaves_no_secret_at_the_server(
     tmp_path,
     caplog,
     capfd,
-    prefect_server,  # noqa: F811
+    prefect_server,
     tmp_path_factory,
 ):
     """Its database has parameters, logs, artifacts, events, results and states: none of the marks is in any file of it."""
