@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,8 @@ class _Object(NamedTuple):
     etag: str
 
 
-_objects: dict[str, _Object] = {}
+_objects: defaultdict[str, dict[str, _Object]] = defaultdict(dict)
+"""By the first part of the URI, then by whole path: a listing need not look at what other tests left there."""
 _lock = threading.Lock()
 _versions = itertools.count(1)
 
@@ -33,6 +35,7 @@ class MemoryStorage:
 
     def __init__(self, uri: str | None = None) -> None:
         self._uri = normalize_uri(uri if uri is not None else f"memory://{uuid4().hex}")
+        self._name = self._uri.removeprefix("memory://").partition("/")[0]
 
     def __repr__(self) -> str:
         return f"MemoryStorage({self._uri!r})"
@@ -45,7 +48,7 @@ class MemoryStorage:
     def create(self, key: str, data: bytes) -> None:
         """Make the object appear, or raise `ObjectExistsError`."""
         with _lock:
-            if self._path(key) in _objects:
+            if self._path(key) in _objects[self._name]:
                 raise ObjectExistsError(f"create {self._path(key)}: it exists")
             self._put(key, data)
 
@@ -62,14 +65,18 @@ class MemoryStorage:
         """Every object whose key starts with `prefix`, by key, as it was at the call."""
         root = f"{self._uri}/"
         with _lock:
-            found = {path.removeprefix(root): held for path, held in _objects.items() if path.startswith(root + prefix)}
+            found = {
+                path.removeprefix(root): held
+                for path, held in _objects[self._name].items()
+                if path.startswith(root + prefix)
+            }
         return (Entry(key=key, size=len(found[key].data), etag=found[key].etag) for key in sorted(found))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the objects; a missing one is fine."""
         for key in keys:
             with _lock:
-                _objects.pop(self._path(key), None)
+                _objects[self._name].pop(self._path(key), None)
 
     def upload(self, source: Path, key: str, *, progress: Progress) -> Receipt:
         """Copy a local file to `key`."""
@@ -103,13 +110,13 @@ class MemoryStorage:
 
     def _put(self, key: str, data: bytes) -> str:
         etag = f"v{next(_versions)}"
-        _objects[self._path(key)] = _Object(bytes(data), etag)
+        _objects[self._name][self._path(key)] = _Object(bytes(data), etag)
         return etag
 
     def _get(self, verb: str, key: str) -> _Object:
         path = self._path(key)
         with _lock:
-            held = _objects.get(path)
+            held = _objects[self._name].get(path)
         if held is None:
             raise ObjectNotFoundError(f"{verb} {path}: no such object")
         return held

@@ -434,7 +434,6 @@ def _step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ckpt.publishing, "FLUSH_INTERVAL", 0.0)
     for module in (ckpt.commits, ckpt.history, ckpt.collecting):
         monkeypatch.setattr(module, "READERS", 1)
-    monkeypatch.setattr(ckpt._memory, "_objects", {})  # what other tests left there would be listed thousands of times
 
     def prune(self: Pruner, commit: CommitId, record: ReportRecord) -> None:
         self._todo.append((commit, record))
