@@ -35,6 +35,13 @@ class Reported:
     settled: threading.Event = field(default_factory=threading.Event)
     """Set once `outcome()` answers at once: the upload is over, or the row is published."""
 
+    def stalled(self, began: float) -> None:
+        """Note what the call of `report()` took; `began` are monotonic seconds."""
+        now = time.monotonic()
+        self.report = replace(self.report, submitted=now, stall=now - began)
+        if self.final is not None:
+            self.final = replace(self.final, timings=replace(self.final.timings, stall=now - began))
+
     def settle(self) -> None:
         """Note that the outcome is known."""
         self.done_at = time.monotonic()

@@ -34,6 +34,7 @@ from ckpt.records import CheckpointUploadMode, Pending, Report, ReportRecord, Re
 from ckpt.result import Result
 from ckpt.staging import Source, scan
 from ckpt.storage import join_uri
+from ckpt.submitting import Submitter
 from ckpt.upload_functions import check_upload_fn, freeze_function
 
 logger = logging.getLogger("ckpt")
@@ -120,12 +121,15 @@ class Run:
         )
         self._live = live
         self._submit = submit
+        self._submitter = Submitter(self.line, self._start, self._refused, self._left)
         self._ordering: Pending[Result] | None = None
         self._next_seq = first_seq
         self._uses: dict[str, int] = {}
         self._copying = False
         self._stop = _Stop(asked=threading.Event())
         self._fenced: FencedError | None = None
+        self.reporting = False
+        """Whether a thread is in the part of `report()` that a termination is better put off for."""
         self._fence_told = False
         """Whether the trainer knows."""
         self._closed = False
@@ -223,13 +227,13 @@ class Run:
     ) -> ReportHandle:
         """See `ckpt.report`."""
         began = time.monotonic()
-        with self._lock:
+        with self._lock, self._put_off():
             self._check_usable()
             draft = self._draft(
                 metrics, checkpoint, checkpoint_dir_name, checkpoint_upload_mode, delete_local_checkpoint_after_upload,
                 checkpoint_upload_fn, validation,
             )  # fmt: skip
-            self._append(reported := self._place(draft, began))
+            reported = self._place(draft, began)
             self._stop.noted = self._stop.asked.is_set()
         handle = ReportHandle(reported, self._live)
         if draft.mode.waits and draft.checkpoint is not None:
@@ -238,10 +242,14 @@ class Run:
                 raise UploadFailedError(record)
         return handle
 
-    def _append(self, reported: Reported) -> None:
-        """Give the report its place in the line; the next one gets the next seq."""
-        self._next_seq += 1
-        self.line.put(reported)
+    @contextmanager
+    def _put_off(self, on: bool = True) -> Iterator[None]:
+        """Say that this is no place to be interrupted, or with `on=False` that it is one again."""
+        self.reporting = on
+        try:
+            yield
+        finally:
+            self.reporting = not on
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -351,30 +359,44 @@ class Run:
             )
 
     def _place(self, draft: Report, began: float) -> Reported:
-        """Take a place in line, stage, submit; what goes wrong from here on is a FAILED report, not an exception."""
-        if draft.checkpoint is None:
-            return self._unuploaded(replace(draft, stall=time.monotonic() - began), ReportState.SUBMITTED)
-        report = replace(draft, location=self._reserve(draft))
+        """Take a location and stage, then hand over; what goes wrong after the location is a FAILED report."""
+        reported = Reported(report=draft, attempt=self.destination.attempt)
         try:
-            self._enter(report)
-            report = replace(report, source=self._staged(report))
-            now = time.monotonic()
-            return self._submitted(replace(report, submitted=now, stall=now - began))
-        except Exception as error:  # noqa: BLE001 - the trainer's loop must survive a full disk or a closing engine
-            return self._failed_early(replace(report, stall=time.monotonic() - began), error)
+            if draft.checkpoint is None:
+                reported.final = self._record(draft, ReportState.SUBMITTED)
+                reported.done_at = time.monotonic()
+            else:
+                reported.report = replace(draft, location=self._reserve(draft))
+                self._prepare(reported)
+            reported.stalled(began)
+            self._next_seq = draft.seq + 1
+            self._submitter.put(reported)
+        except Exception:
+            raise  # nothing has happened
         except BaseException as error:  # Ctrl-C, a termination: what was staged is kept, and the report has its row
-            self._append(self._failed_early(replace(report, stall=time.monotonic() - began), error))
+            self._next_seq = draft.seq + 1
+            self._submitter.put_interrupted(reported, error)
             raise
+        return reported
 
-    def _submitted(self, report: Report) -> Reported:
+    def _prepare(self, reported: Reported) -> None:
+        """Wait for room, and stage."""
+        try:
+            with self._put_off(on=False):
+                self._enter(reported.report)
+            reported.report = replace(reported.report, source=self._staged(reported.report))
+            self._live.flight(reported.report.seq)
+        except Exception as error:  # noqa: BLE001 - the trainer's loop must survive a full disk
+            reported.final = self._refused(reported.report, error)
+            reported.settle()
+
+    def _start(self, report: Report) -> Pending[ReportRecord]:
+        """Submit an upload; called by the submitter, in the context of the `report()` call."""
         flight = self._live.flight(report.seq)
         if self._stop.aborted is not None:
             flight.abort(self._stop.aborted)
         with acting_for(self):
-            pending = self._submit(report)
-        reported = Reported(report=report, attempt=self.destination.attempt, pending=pending)
-        pending.add_done_callback(lambda _: self._left(reported))
-        return reported
+            return self._submit(report)
 
     def _enter(self, draft: Report) -> None:
         config = self.config.upload_config
@@ -427,8 +449,8 @@ class Run:
             )  # fmt: skip
         return staged
 
-    def _failed_early(self, report: Report, error: BaseException) -> Reported:
-        """What is staged already may be all there is of the checkpoint: it is kept."""
+    def _refused(self, report: Report, error: BaseException) -> ReportRecord:
+        """The failure of a report before its upload began; what is staged may be all there is of it, and is kept."""
         self._live.slots.leave(report.seq)
         self._live.flights.pop(report.seq, None)
         reason = redact(str(error) if isinstance(error, DeadlineError) else f"{type(error).__name__}: {error}")
@@ -437,20 +459,18 @@ class Run:
                 reason += f" (its files are kept at {self._live.staging.keep(report.source, report.seq)})"
             except OSError as failure:
                 reason += f" (its files are at {report.source.root}; they could not be moved: {failure})"
-        reported = self._unuploaded(report, ReportState.FAILED, reason)
-        reported.settle()
-        return reported
+        return self._record(report, ReportState.FAILED, reason)
 
-    def _unuploaded(self, report: Report, state: ReportState, reason: str | None = None) -> Reported:
-        record = ReportRecord(
+    def _record(self, report: Report, state: ReportState, reason: str | None = None) -> ReportRecord:
+        return ReportRecord(
             seq=report.seq, attempt=self.destination.attempt, name=report.name, state=state, metrics=report.metrics,
             reason=reason, created=report.created, timings=Timings(stall=report.stall),
         )  # fmt: skip
-        return Reported(report=report, attempt=self.destination.attempt, final=record, done_at=time.monotonic())
 
     def begin(self, gather: Gather) -> None:
         """Start the ordering task."""
         self._ordering = gather(self.line)
+        self._submitter.start()
 
     def fence(self, error: FencedError) -> None:
         """Another driver owns the run: the next report raises, or the end of the block if there is none."""
@@ -486,7 +506,7 @@ class Run:
         """
         with self._lock:
             self._closed = True
-        self.line.close(error)
+        self._submitter.close(error)
         assert self._ordering is not None
         try:
             self._result = self._drained(self._ordering)

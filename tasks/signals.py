@@ -27,6 +27,10 @@ LOOP_TIME = 10.0
 """Seconds that the training loop gets to notice `stop_requested()`, save, report and leave; half of a `stop_timeout`
 under 20 s."""
 
+_PUT_OFF = 2.0
+"""Seconds for which a loop inside `report()` is not interrupted; a staging copy in it may take minutes."""
+_PUT_OFF_EVERY = 0.02
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -46,6 +50,8 @@ class Stopping:
         self._in_block = False
         self._due = False
         """Set just before the signal is sent again, to be raised in the loop this time."""
+        self._put_off = False
+        """Whether `report()` may finish first."""
         self._received: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._keep_time, name="ckpt-stop", daemon=True)
 
@@ -97,6 +103,8 @@ class Stopping:
         if self.run is None:
             self._raise(number, frame)
         elif self._first is not None and self._due:
+            if self._put_off and self.run.reporting:
+                return
             self._due = False
             if self._in_block:
                 self._raise(self._first, frame)
@@ -140,8 +148,15 @@ class Stopping:
         return True
 
     def _interrupt(self, number: int) -> None:
-        self._due = True
-        signal.pthread_kill(threading.main_thread().ident or 0, number)
+        """Raise the termination in the loop; between two reports, if there is such a moment soon."""
+        main, deadline = threading.main_thread().ident or 0, time.monotonic() + _PUT_OFF
+        self._due = self._put_off = True
+        while self._put_off and self._in_block:
+            self._put_off = time.monotonic() < deadline
+            signal.pthread_kill(main, number)
+            time.sleep(_PUT_OFF_EVERY)
+            if not self._due:
+                return
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)

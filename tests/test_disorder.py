@@ -12,12 +12,24 @@ import pytest
 from helpers import DEADLINE, content, make_checkpoint, make_config, reasons, states
 
 import ckpt
-from ckpt import Checkpoint, CheckpointConfig, CheckpointUploadMode, FailurePolicy, KeepLast, ReportState, open_run
+from ckpt import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointUploadMode,
+    FailurePolicy,
+    KeepLast,
+    ReportState,
+    committed,
+    open_run,
+)
 from ckpt.attempts import Owner, claim
 from ckpt.errors import CheckpointsLostError, ConfigError, OrderingError, RunBusyError
 from ckpt.gathering import gather_records, prune
+from ckpt.inflight import Live
+from ckpt.run import Run
 from ckpt.staging import Staging, is_running
 from ckpt.storage import open_storage
+from ckpt.submitting import Submitter
 from ckpt.uploading import upload, upload_standalone
 from ckpt.verifying import verify
 
@@ -53,17 +65,63 @@ def test_what_was_written_again_since_the_report_is_not_deleted(tmp_path, storag
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_inside_report_keeps_the_files_and_the_row(tmp_path, storage_path, interrupt):
+def test_an_interrupt_inside_report_keeps_the_files_and_the_row(tmp_path, storage_path, interrupt, monkeypatch):
     """Ctrl-C or a termination after the directory was staged: the report is FAILED with where its files are."""
 
-    def interrupted(report):
+    def interrupted(*_):
         raise interrupt
 
-    with pytest.raises(interrupt), open_run(make_config(storage_path), interrupted) as run:
-        run.report({"i": 0}, make_checkpoint(tmp_path / "c", {"model.bin": b"weights"}), None, ASYNC)
-    assert states(run.result) == ["failed"]
-    kept = Path(reasons(run.result)[0].partition("kept at ")[2].rstrip(")"))
-    assert (kept / "model.bin").read_bytes() == b"weights"
+    with pytest.raises(interrupt), open_run(make_config(storage_path)) as run:  # noqa: PT012
+        run.report({"i": 0}, make_checkpoint(tmp_path / "first")).wait(DEADLINE)
+        monkeypatch.setattr(Live, "flight", interrupted)
+        try:
+            run.report({"i": 1}, make_checkpoint(tmp_path / "c", {"model.bin": b"weights"}), None, ASYNC)
+        finally:
+            monkeypatch.undo()
+    assert states(run.result) == ["committed", "failed"]
+    assert read_kept(reasons(run.result)[1]) == b"weights"
+
+
+STEPS = [(Run, "_reserve"), (Run, "_enter"), (Run, "_staged"), (Live, "flight"), (Submitter, "put")]
+"""What `report()` does once it has checked its arguments, in this order."""
+
+
+@pytest.mark.parametrize("mode", [None, ASYNC], ids=["kept", "deleted"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])
+def test_an_interrupt_between_the_steps_of_report_loses_nothing(
+    tmp_path, staging, monkeypatch, owner, step, when, mode
+):
+    """Every commit has its row, the files are somewhere, and the run can be used."""
+    plain, trainer = getattr(owner, step), threading.current_thread()
+    folder = tmp_path / "c"
+
+    def interrupted(self, *args):
+        if threading.current_thread() is trainer:
+            monkeypatch.undo()
+            if when == "after":
+                plain(self, *args)
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    config = make_config(tmp_path / "runs", failure_policy=FailurePolicy(red_on="nothing"), staging_dir=staging)
+    with open_run(config) as run:
+        checkpoint = make_checkpoint(folder, {"model.bin": b"weights"})
+        monkeypatch.setattr(owner, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.report({"i": 0}, checkpoint, None, mode)
+        run.report({"i": 1}, make_checkpoint(tmp_path / "d"))
+    rows = list(run.result.history)
+    handed_over = (step, when) == ("put", "after")
+    assert [row.state.value for row in rows] == ["committed" if handed_over else "failed", "committed"]
+    assert [found.seq for found in committed(run.result.path)] == ([0, 1] if handed_over else [1])
+    if not handed_over and not (folder / "model.bin").exists():
+        assert b"weights" in {kept.read_bytes() for kept in staging.rglob("model.bin")}
+
+
+def read_kept(reason: str) -> bytes:
+    """The file of a failed report, from where the reason says that it is kept."""
+    return (Path(reason.partition("kept at ")[2].rstrip(")")) / "model.bin").read_bytes()
 
 
 def test_what_is_still_staged_at_the_end_is_kept(tmp_path, storage_path, caplog):
@@ -228,7 +286,7 @@ def test_pruning_publishes_what_a_dead_driver_left_unpublished(tmp_path, storage
         for index in range(3):
             assert run.report({"i": index}, make_checkpoint(tmp_path / f"c{index}")).wait(DEADLINE).checkpoint
         done.set()
-        run.end = lambda *_, **__: None  # nothing of the end happens
+        run.end = run._submitter.close  # nothing else of the end happens
         raise KeyboardInterrupt
     gone = prune(run.uri, KeepLast(1))
     assert len(gone) == 2
