@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ import pytest
 from ckpt import opening
 
 pytest_plugins = ["servers", "prefect_server"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what runs in the background. Tests send the signal, also to programs that inherit this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LASTING = ("ckpt-io", "ckpt-upload-fn-")
 """Threads that may outlive a test: the process's one event loop, and abandoned custom functions."""
