@@ -17,7 +17,7 @@ from helpers import DEADLINE, eventually, make_checkpoint, make_config, reasons,
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_server import ApiServer
 
 from ckpt import CheckpointUploadMode, UploadConfig, report
@@ -319,7 +319,8 @@ def test_a_restarted_server_that_forgot_its_leases_is_told_of_and_mended_as_said
     server = ApiServer(tmp_path / "server")
     server.start()
     try:
-        with server.client() as client, temporary_settings({PREFECT_API_URL: server.url}):
+        settings = {PREFECT_API_URL: server.url, PREFECT_CLIENT_MAX_RETRIES: 0}
+        with server.client() as client, temporary_settings(settings):
             client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="stale", limit=1))
             with held("stale"):
                 server.kill()

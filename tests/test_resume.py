@@ -424,7 +424,7 @@ def test_a_run_that_this_process_has_open_is_busy(storage_path):
 def test_a_silent_owner_is_taken_over_after_its_lease(storage_path):
     """No sign of life for a whole lease time; the end record makes that wait unnecessary."""
     config = make_config(storage_path)
-    silent = claimed_by(config, elsewhere())
+    silent = claimed_by(config, elsewhere(lease_time=0.3))
     waited: list[float] = []
     newcomer = elsewhere(machine="cafecafe", pid=1)
     attempt, *_ = claim(objects(config), newcomer, lambda _: None, lease_time=0.3, wait=lambda s: _sleep(waited, s))
