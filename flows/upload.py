@@ -1,5 +1,7 @@
-"""The upload flow: a directory that is there already becomes a checkpoint elsewhere. Other flows call it by
-`run_deployment("upload/upload", parameters={"config": {...}})`."""
+"""The upload flow: a directory that is there already becomes a checkpoint elsewhere.
+
+Other flows call it by `run_deployment("upload/upload", parameters={"config": {...}})`.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Form(BaseModel):
 
 def credentials_field(title: str = "Credentials") -> Any:
     """A field for credentials by name; in the schema only, as pydantic would repeat in its error what was given."""
-    schema = {"anyOf": [{"type": "string", "pattern": _CREDENTIALS}, {"type": "null"}]}
+    schema: dict[str, Any] = {"anyOf": [{"type": "string", "pattern": _CREDENTIALS}, {"type": "null"}]}
     text = "env (default), profile:<name>, or block:<type>/<name>; never a secret."
     return Field(default=None, title=title, description=text, json_schema_extra=schema)
 

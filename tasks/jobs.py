@@ -28,7 +28,9 @@ class StandaloneUpload(Form):
     """One directory that becomes a checkpoint of its own at another place."""
 
     source: str = Field(
-        min_length=1, title="Source", description="A checkpoint directory: an absolute path that the worker sees, or a URI."
+        min_length=1,
+        title="Source",
+        description="A checkpoint directory: an absolute path that the worker sees, or a URI.",
     )
     destination: str = Field(
         min_length=1,
@@ -61,7 +63,10 @@ class EvaluateConfig(Form):
         description="package.module:function, or a registered name; takes the restored folder (a Path), returns metrics.",
     )
     source: str = Field(
-        default="", max_length=200, title="Source", description="Who says so, kept with the scores; empty: the function."
+        default="",
+        max_length=200,
+        title="Source",
+        description="Who says so, kept with the scores; empty: the function.",
     )
     credentials: str | None = credentials_field()
     storage_options: dict[str, Any] = storage_options_field()

@@ -70,7 +70,9 @@ def deployed(prefect_server, tmp_path_factory) -> Iterator[Worker]:  # noqa: F81
     folder = tmp_path_factory.mktemp("worker")
     prefect("work-pool", "create", "ckpt", "--type", "process", "--overwrite")
     runs = str(folder / "default-runs")
-    prefect("deploy", "--prefect-file", "deployments/prefect.yaml", "--all", PREFECT_INTEGRATIONS_CKPT_STORAGE_PATH=runs)
+    prefect(
+        "deploy", "--prefect-file", "deployments/prefect.yaml", "--all", PREFECT_INTEGRATIONS_CKPT_STORAGE_PATH=runs
+    )
     worker = Worker(folder)
     yield worker
     worker.close()

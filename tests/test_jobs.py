@@ -52,7 +52,9 @@ def score(**options: Any) -> EvaluateConfig:
 def test_a_reference_to_what_retention_deleted_says_so_and_one_to_what_never_was_does_not(tmp_path, storage_path):
     """Both are no checkpoint; only one of them is a mistake."""
     run = make_run(storage_path, tmp_path, retention=KeepLast(1))
-    with pytest.raises(CheckpointPrunedError, match=r"@0: pruned; it was committed, and is deleted since \(commits there: 2\)"):
+    with pytest.raises(
+        CheckpointPrunedError, match=r"@0: pruned; it was committed, and is deleted since \(commits there: 2\)"
+    ):
         resolve(f"{run}@0")
     with pytest.raises(CheckpointNotFoundError, match="no such committed checkpoint") as missing:
         resolve(f"{run}@7")
@@ -120,7 +122,12 @@ def test_an_evaluation_that_comes_too_late_is_completed_as_pruned(prefect_server
     [
         ("@7", "deployed_training:score", CheckpointNotFoundError, "no such committed checkpoint"),
         ("@someday", "deployed_training:score", ConfigError, "after '@' must be"),
-        ("@2", "deployed_training:nothing", ConfigError, "'deployed_training:nothing' returned NoneType; return a dict"),
+        (
+            "@2",
+            "deployed_training:nothing",
+            ConfigError,
+            "'deployed_training:nothing' returned NoneType; return a dict",
+        ),
         ("@2", "os:system", ConfigError, "not allowed"),
     ],
 )
@@ -157,7 +164,9 @@ def test_an_upload_whose_destination_is_taken_fails_and_changes_nothing(prefect_
     """The state says what was uploaded, or why nothing was."""
     upload = load("upload.py", "upload")
     source = make_checkpoint(tmp_path / "source", {"w": b"first"})
-    config = StandaloneUpload(source=source.uri, destination=str(tmp_path / "to/1"), metrics={"loss": 1}, seq=4, name="export")
+    config = StandaloneUpload(
+        source=source.uri, destination=str(tmp_path / "to/1"), metrics={"loss": 1}, seq=4, name="export"
+    )
     state = upload(config, return_state=True)
     assert state.message == f"committed 1 files, 5 bytes: {tmp_path}/to/1"
     record = state.result()
