@@ -46,11 +46,16 @@ def schema_of_form() -> dict[str, Any]:
 
 
 def properties(form: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every field of a form and of the forms in it, by its path."""
+    """Every field of a form and of the forms in it, by its path; a field that is a form has what that form says."""
     schema = form.model_json_schema()
-    for model in [schema, *schema.get("$defs", {}).values()]:
+    parts = schema.get("$defs", {})
+    for model in [schema, *parts.values()]:
         for name, field in model["properties"].items():
-            yield f"{model['title']}.{name}", field
+            own = parts.get(field.get("$ref", "").rpartition("/")[2], {})
+            yield (
+                f"{model['title']}.{name}",
+                {"title": own.get("title"), "description": own.get("description"), **field},
+            )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -62,8 +67,7 @@ def test_every_field_has_a_title_and_a_description_and_all_but_the_subject_a_def
         "PruneConfig": {"run", "retention"},
     }
     for path, field in properties(form):
-        title = field.get("title") or field["$ref"].rpartition("/")[2]  # left out where it is the model's own
-        assert title[0].isupper(), path
+        assert field["title"][0].isupper(), path
         assert len(field["description"]) > 8, path
         assert (
             "default" in field or path.rpartition(".")[2] in needed.get(form.__name__, set()) or _optional(form, path)

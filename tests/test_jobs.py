@@ -9,11 +9,14 @@ from typing import Any
 import deployed_training
 import pytest
 from helpers import make_checkpoint, make_config
+from prefect.client.orchestration import get_client
+from prefect.flow_engine import run_flow
+from prefect.states import Pending
 from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt import CheckpointConfig, KeepLast, Result, committed, open_run, resolve
 from ckpt.errors import CheckpointNotFoundError, CheckpointPrunedError, ConfigError, RunBusyError, UploadFailedError
-from ckpt_tasks import EvaluateConfig, PruneConfig, StandaloneUpload
+from ckpt_tasks import EvaluateConfig, PruneConfig, StandaloneUpload, TrainConfig
 from ckpt_tasks.functions import SETTING
 
 FLOWS = Path(__file__).resolve().parents[1] / "flows"
@@ -175,3 +178,24 @@ def test_an_upload_whose_destination_is_taken_fails_and_changes_nothing(prefect_
     with pytest.raises(UploadFailedError, match="not empty"):
         upload(config)
     assert (tmp_path / "to/1/w").read_text() == "first"
+
+
+@pytest.mark.prefect
+def test_a_deployed_run_with_a_relative_storage_path_is_refused_before_it_writes(prefect_server, tmp_path, monkeypatch):  # noqa: F811
+    """The working directory is a worker's. Outside a deployment the same path is the user's own folder."""
+    monkeypatch.chdir(tmp_path)
+    train = load("train.py", "train")
+    config = TrainConfig(
+        name="run", storage_path="runs", train_fn="deployed_training:train", train_loop_config={"steps": 1}
+    )
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow(train), "relative", enforce_parameter_schema=False)
+        run = client.create_flow_run_from_deployment(deployment, state=Pending())
+    state = run_flow(train, flow_run=run, parameters={"config": config}, return_type="state")
+    with pytest.raises(
+        ConfigError, match="storage_path='runs' is relative, and a deployed run begins in a folder of its"
+    ):
+        state.result()
+    assert not (tmp_path / "runs").exists()
+    assert train(config, return_state=True).is_completed()
+    assert [checkpoint.seq for checkpoint in committed(str(tmp_path / "runs/run"))] == [0]
