@@ -32,7 +32,7 @@ def prefect(*arguments: str, **environment: str) -> str:
     """What the command prints, run in the repository's root."""
     done = subprocess.run(
         [sys.executable, "-m", "prefect", *arguments],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=DEADLINE, check=False,
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=2 * DEADLINE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{arguments}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -54,7 +54,7 @@ class Worker:
     def stop(self) -> None:
         """SIGTERM, as a container's end; its runs end with it."""
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(DEADLINE)
 
     def close(self) -> None:
         if self.process.poll() is None:
