@@ -9,6 +9,7 @@
     ├── FormatError (ValueError)                 an object of ours that does not parse
     │   └── NewerFormatError                     an object of a newer format
     ├── CheckpointNotFoundError (FileNotFoundError)
+    │   └── CheckpointPrunedError                it was committed, and retention has deleted it
     ├── CorruptCheckpointError (OSError)         a checkpoint that is not what its manifest says
     ├── CommittedError (FileExistsError)         an attempt to change what is committed
     ├── UploadFailedError (RuntimeError)         one report's upload did not end in a commit
@@ -75,6 +76,10 @@ class NewerFormatError(FormatError):
 
 class CheckpointNotFoundError(CkptError, FileNotFoundError):
     """No committed checkpoint answers to a reference."""
+
+
+class CheckpointPrunedError(CheckpointNotFoundError):
+    """The checkpoint that a reference names was committed, and retention, or somebody, has deleted it since."""
 
 
 class CorruptCheckpointError(CkptError, OSError):

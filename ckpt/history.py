@@ -80,6 +80,13 @@ class History(Sequence[ReportRecord]):
         """Seqs that have a row; one listing."""
         return {seq for piece in self._index() for seq in range(piece.first, piece.last + 1)}
 
+    def of(self, seq: int) -> ReportRecord | None:
+        """The row of a report, None if it has none; one listing and one read."""
+        for piece in self._index():
+            if piece.first <= seq <= piece.last:
+                return self._rows(piece)[seq - piece.first]
+        return next((row for row in self.tail if row.seq == seq), None)
+
     def __len__(self) -> int:
         pieces = self._index()
         stored = pieces[-1].position + pieces[-1].last - pieces[-1].first + 1 if pieces else 0

@@ -16,6 +16,7 @@ from ckpt.commits import Lineage, list_commits, newest_of_living, read_commit, r
 from ckpt.credentials import Credentials
 from ckpt.errors import (
     CheckpointNotFoundError,
+    CheckpointPrunedError,
     CkptError,
     ConfigError,
     FormatError,
@@ -214,6 +215,7 @@ def resolve(
     Raises:
         ConfigError: the reference does not parse.
         CheckpointNotFoundError: nothing committed answers to it.
+        CheckpointPrunedError: what it names was deleted after its commit.
     """
     files, manifest = _found(ref, credentials, storage_options)
     return files.checkpoint(manifest)
@@ -232,6 +234,8 @@ def pick(files: RunFiles, which: str, ref: str) -> Manifest:
         files, found = files.settled()
     elif which.isdecimal():
         found = _by_seq(files, int(which))
+        if found is None and _was_committed(files, int(which)):
+            raise CheckpointPrunedError(f"{ref}: pruned; it was committed, and is deleted since ({_available(files)})")
     elif best is not None:
         return files.best(files.manifests(), best["metric"], best["order"])  # type: ignore[arg-type]  # the pattern's
     else:
@@ -323,6 +327,12 @@ def _by_seq(files: RunFiles, seq: int) -> Manifest | None:
         if commit.seq == seq and isinstance(found := read_commit(files.storage, commit), Manifest):
             return found
     return None
+
+
+def _was_committed(files: RunFiles, seq: int) -> bool:
+    """By the history, whose row is there before a checkpoint is deleted."""
+    row = files.history.of(seq)
+    return row is not None and row.state is ReportState.COMMITTED and row.checkpoint is not None
 
 
 def _available(files: RunFiles) -> str:

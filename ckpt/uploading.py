@@ -10,7 +10,7 @@ import logging
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,6 +84,7 @@ def upload_standalone(
     seq: int | None = None,
     checkpoint_upload_fn: UploadFn | None = None,
     credentials: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ReportRecord:
     """Upload a checkpoint to a plain prefix, outside any run; committed by `<destination>.manifest.json`, written last.
 
@@ -95,6 +96,7 @@ def upload_standalone(
         seq: its place in an order of the caller's own; default 0.
         checkpoint_upload_fn: called instead of the default upload, as in `report()`.
         credentials: for `destination`; default: those of the environment.
+        storage_options: for `destination`, without secrets.
 
     Returns:
         The COMMITTED record.
@@ -116,8 +118,9 @@ def upload_standalone(
         location=folder,
         metadata=checkpoint.pending_metadata,
     )
-    storage = open_storage(root, credentials=credentials or "env")
-    return _Upload(report=report, target=_Standalone(storage, folder, credentials), flight=Flight(seq=report.seq)).run()
+    storage = open_storage(root, credentials=credentials or "env", storage_options=storage_options)
+    target = _Standalone(storage, folder, credentials, storage_options)
+    return _Upload(report=report, target=target, flight=Flight(seq=report.seq)).run()
 
 
 class _Target:
@@ -207,8 +210,10 @@ class _InRun(_Target):
 
 
 class _Standalone(_Target):
-    def __init__(self, storage: Storage, folder: str, credentials: Any) -> None:
-        self.storage, self._credentials = storage, credentials
+    def __init__(
+        self, storage: Storage, folder: str, credentials: Any, storage_options: Mapping[str, Any] | None
+    ) -> None:
+        self.storage, self._credentials, self._options = storage, credentials, storage_options
         self._folder, self._key = folder, folder + MANIFEST_SUFFIX
         self._writes = False
         """Whether what is in the folder is this upload's."""
@@ -241,7 +246,8 @@ class _Standalone(_Target):
 
     def reference(self, uri: str, manifest: Manifest) -> Checkpoint:
         commit = join_uri(self.storage.uri, self._key)
-        return Checkpoint(uri, self._credentials, commit_uri=commit).with_manifest(manifest, self.storage)
+        found = Checkpoint(uri, self._credentials, storage_options=self._options, commit_uri=commit)
+        return found.with_manifest(manifest, self.storage)
 
 
 @dataclass(slots=True, kw_only=True)

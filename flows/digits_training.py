@@ -81,6 +81,19 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Dat
     return total / len(batches.dataset)  # type: ignore[arg-type]  # a TensorDataset has a length
 
 
+def score(folder: Path) -> dict[str, float]:
+    """Metrics of a restored checkpoint, for the flow `evaluate`: the worst class's accuracy, and the loss."""
+    model = make_model()
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True)["model"])
+    model.eval()
+    images, labels = load_data()[1].tensors
+    with torch.no_grad():
+        logits = model(images)
+    right = logits.argmax(1) == labels
+    worst = min(right[labels == digit].float().mean().item() for digit in range(10))
+    return {"worst_class_accuracy": worst, "final_test_loss": nn.functional.cross_entropy(logits, labels).item()}
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, test_set: TensorDataset) -> tuple[float, float]:
     """Accuracy (0..1) and mean loss over the test set."""

@@ -27,7 +27,11 @@ DIGITS = "digits_training:train"
 
 @flow(name="train", log_prints=False, persist_result=False)
 def train(config: TrainConfig) -> Result:
-    """Train as the form says; every report's checkpoint is uploaded, committed and published in order."""
+    """Train as the form says; every report's checkpoint is uploaded, committed and published in order.
+
+    Args:
+        config: What to train, where its checkpoints go, and how.
+    """
     return run_training(config)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.embedded import embedded_server
     from ckpt_tasks.form import TrainConfig
     from ckpt_tasks.gather import gather_reports
+    from ckpt_tasks.jobs import EvaluateConfig, PruneConfig, StandaloneUpload, run_evaluation, run_prune, run_upload
     from ckpt_tasks.launching import run_training
     from ckpt_tasks.publish import publish_result
     from ckpt_tasks.restore import prune_checkpoints, restore_checkpoint, verify_checkpoint
@@ -18,26 +19,38 @@ if TYPE_CHECKING:
     from ckpt_tasks.upload import upload_checkpoint
 
 __all__ = [
+    "EvaluateConfig",
+    "PruneConfig",
+    "StandaloneUpload",
     "TrainConfig",
     "embedded_server",
     "gather_reports",
     "prune_checkpoints",
     "publish_result",
     "restore_checkpoint",
+    "run_evaluation",
+    "run_prune",
     "run_training",
+    "run_upload",
     "training_run",
     "upload_checkpoint",
     "verify_checkpoint",
 ]
 
 _MODULES = {
+    "EvaluateConfig": "jobs",
+    "PruneConfig": "jobs",
+    "StandaloneUpload": "jobs",
     "TrainConfig": "form",
     "embedded_server": "embedded",
     "gather_reports": "gather",
     "prune_checkpoints": "restore",
     "publish_result": "publish",
     "restore_checkpoint": "restore",
+    "run_evaluation": "jobs",
+    "run_prune": "jobs",
     "run_training": "launching",
+    "run_upload": "jobs",
     "training_run": "training",
     "upload_checkpoint": "upload",
     "verify_checkpoint": "restore",

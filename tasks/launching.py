@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 from prefect.context import FlowRunContext, TaskRunContext
 
@@ -49,11 +51,17 @@ def _bound(train_fn: Callable[..., Any], loop_config: dict[str, Any]) -> Callabl
     return lambda: train_fn(dict(loop_config))
 
 
+def derived_name(name: str, run_id: UUID) -> str:
+    """What a run is called whose name was left to the flow run; people may call that as they like."""
+    plain = re.sub(r"[^\w. -]+", "-", name).strip("-. ")[:60]
+    return f"{plain}-{str(run_id)[-8:]}".lstrip("-")
+
+
 def _default_name() -> str:
     """Of the flow run, so that its retries continue it and other flow runs do not."""
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is not None and flow.flow_run is not None:
-        return f"{flow.flow_run.name}-{str(flow.flow_run.id)[-8:]}"
+        return derived_name(flow.flow_run.name, flow.flow_run.id)
     if task is not None:
-        return f"{task.task_run.name}-{str(task.task_run.id)[-8:]}".replace("/", "-")
+        return derived_name(task.task_run.name, task.task_run.id)
     raise NoActiveRunError("run_training works inside a @flow or a @task")

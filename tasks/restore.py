@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -22,7 +23,11 @@ from ckpt.verifying import Verification, verify
     persist_result=False,
 )
 def restore_checkpoint(
-    checkpoint: Checkpoint | str, target: str | os.PathLike[str], *, credentials: Credentials | None = None
+    checkpoint: Checkpoint | str,
+    target: str | os.PathLike[str],
+    *,
+    credentials: Credentials | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Path:
     """Restore a checkpoint into a local directory, which appears whole and verified, or not at all.
 
@@ -30,6 +35,7 @@ def restore_checkpoint(
         checkpoint: a `Checkpoint`, or a reference such as `s3://bucket/runs/digits@best`.
         target: the directory to make; it may exist if it is empty.
         credentials: for a reference.
+        storage_options: for a reference, without secrets.
 
     Returns:
         The directory.
@@ -38,7 +44,7 @@ def restore_checkpoint(
         CheckpointNotFoundError: nothing committed answers to the reference.
         CorruptCheckpointError: a file is not what its manifest says.
     """
-    return _found(checkpoint, credentials).to_directory(target)
+    return _found(checkpoint, credentials, storage_options).to_directory(target)
 
 
 @task(
@@ -49,7 +55,11 @@ def restore_checkpoint(
     persist_result=False,
 )
 def verify_checkpoint(
-    checkpoint: Checkpoint | str, *, content: bool = True, credentials: Credentials | None = None
+    checkpoint: Checkpoint | str,
+    *,
+    content: bool = True,
+    credentials: Credentials | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Verification:
     """Check that every file is there and the same.
 
@@ -57,11 +67,12 @@ def verify_checkpoint(
         checkpoint: as for `restore_checkpoint`.
         content: read every byte; False compares presence, sizes and etags.
         credentials: for a reference.
+        storage_options: for a reference, without secrets.
 
     Raises:
         CorruptCheckpointError: it is not; the files are named.
     """
-    verification = verify(_found(checkpoint, credentials), content=content)
+    verification = verify(_found(checkpoint, credentials, storage_options), content=content)
     verification.raise_if_corrupt()
     return verification
 
@@ -74,7 +85,11 @@ def verify_checkpoint(
     persist_result=False,
 )
 def prune_checkpoints(
-    run: str, retention: RetentionPolicy, *, credentials: Credentials | None = None
+    run: str,
+    retention: RetentionPolicy,
+    *,
+    credentials: Credentials | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> list[Checkpoint]:
     """Delete what a policy does not keep; latest, best and pinned checkpoints stay, and living runs are left alone.
 
@@ -82,6 +97,7 @@ def prune_checkpoints(
         run: `<storage_path>/<name>`.
         retention: what to keep.
         credentials: for the storage.
+        storage_options: for the storage, without secrets.
 
     Returns:
         What was deleted.
@@ -89,8 +105,12 @@ def prune_checkpoints(
     Raises:
         RunBusyError: a driver owns the run and is alive.
     """
-    return prune(run, retention, credentials=credentials)
+    return prune(run, retention, credentials=credentials, storage_options=storage_options)
 
 
-def _found(checkpoint: Checkpoint | str, credentials: Credentials | None) -> Checkpoint:
-    return checkpoint if isinstance(checkpoint, Checkpoint) else resolve(checkpoint, credentials)
+def _found(
+    checkpoint: Checkpoint | str, credentials: Credentials | None, storage_options: dict[str, Any] | None
+) -> Checkpoint:
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return resolve(checkpoint, credentials, storage_options=storage_options)

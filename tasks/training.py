@@ -20,6 +20,7 @@ from ckpt.errors import ConfigError, NoActiveRunError
 from ckpt.ordering import ReportLine
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
 from ckpt_tasks._logging import run_logging
+from ckpt_tasks.deployed import check_deployed_path
 from ckpt_tasks.gather import gather_reports
 from ckpt_tasks.limits import settle
 from ckpt_tasks.publish import publish_result
@@ -60,6 +61,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         CheckpointsLostError: at the end, by the failure policy; carries `.result`.
     """
     owner = _owner()
+    check_deployed_path(config.storage_path, "storage_path")
     if task_runner is not None and not isinstance(task_runner, ThreadPoolTaskRunner):
         raise ConfigError(
             f"training_run cannot upload on a {type(task_runner).__name__} yet: slots, stops and locations are this process's. "

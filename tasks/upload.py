@@ -41,6 +41,7 @@ def upload_checkpoint(
     seq: int | None = None,
     checkpoint_upload_fn: UploadFn | None = None,
     credentials: Credentials | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> ReportRecord:
     """Upload one checkpoint and commit it: it exists with all its files, or not at all.
 
@@ -55,6 +56,7 @@ def upload_checkpoint(
         seq: place in an order of the caller's own, for `gather_reports`.
         checkpoint_upload_fn: `fn(checkpoint, name) -> Checkpoint` instead of the default upload.
         credentials: for `destination`.
+        storage_options: for `destination`, without secrets.
 
     Returns:
         A small record; no bytes travel through Prefect.
@@ -78,6 +80,7 @@ def upload_checkpoint(
         seq=seq,
         checkpoint_upload_fn=checkpoint_upload_fn,
         credentials=credentials,
+        storage_options=storage_options,
     )
 
 

@@ -47,16 +47,23 @@ from ckpt import (
 )
 from ckpt.uploading import upload
 from ckpt_tasks import (
+    EvaluateConfig,
+    PruneConfig,
+    StandaloneUpload,
     TrainConfig,
     gather_reports,
     prune_checkpoints,
     publish_result,
     restore_checkpoint,
+    run_evaluation,
+    run_prune,
     run_training,
+    run_upload,
     training_run,
     upload_checkpoint,
     verify_checkpoint,
 )
+from ckpt_tasks.form import Retention
 
 CONFIG = RunConfig(
     name="typed",
@@ -183,3 +190,14 @@ def reusing() -> Result:
     key: str = publish_result(gathered)
     print(key)
     return gathered
+
+
+@flow
+def jobs(ref: str) -> list[Checkpoint]:
+    def score(folder: Path) -> Mapping[str, float]:
+        return {"files": float(len(list(folder.iterdir())))}
+
+    scores: dict[str, Any] = run_evaluation(ref, EvaluateConfig(evaluate_fn="package.module:score"), score)
+    record: ReportRecord = run_upload(StandaloneUpload(source="/a", destination="s3://bucket/b", metrics=scores))
+    print(record)
+    return run_prune(PruneConfig(run="s3://bucket/runs/digits", retention=Retention(keep_last=3)))
