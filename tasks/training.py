@@ -79,6 +79,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         try:
             with open_run(config, submit, gather=_gather_on(ordering), owner=owner, observers=[view.publish]) as run:
                 opened.append(run)
+                view.opened(run)
                 with stopping.block(run):
                     yield run
         finally:
@@ -183,6 +184,7 @@ def _show(result: Result, view: RunView, seconds: float) -> None:
         except Exception as error:  # noqa: BLE001 - the result is in the store; the artifact only shows it
             logger.warning("The result artifact of run %s could not be made: %s", result.run, error)
 
+    view.completed(result)
     deadline = time.monotonic() + seconds
     away = not api_answers(min(5.0, seconds))
     published = not away and _in_time(publish, seconds)
@@ -191,6 +193,7 @@ def _show(result: Result, view: RunView, seconds: float) -> None:
         without_api()
     if not published or unseen:
         logger.warning(
-            "The Prefect API %s. The UI misses the end of run %s: its result, and %d of its reports in the live table; "
-            "everything is in %s", "does not answer" if away else "is slow", result.run, unseen.reports, result.path,
+            "The Prefect API %s. The UI misses the end of run %s: its result, %d reports in the live table, %d events; "
+            "everything is in %s", "does not answer" if away else "is slow", result.run, unseen.reports, unseen.events,
+            result.path,
         )  # fmt: skip
