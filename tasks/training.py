@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from ckpt_tasks.deployed import check_deployed_path
 from ckpt_tasks.gather import gather_reports
 from ckpt_tasks.limits import settle
 from ckpt_tasks.publish import publish_result
+from ckpt_tasks.settings import CkptSettings
 from ckpt_tasks.signals import Stopping, stop_signals
 from ckpt_tasks.upload import upload_checkpoint
 from ckpt_tasks.view import RunView
@@ -60,7 +62,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         RunBusyError, StorageError, ConfigError: the run cannot begin; said before any training.
         CheckpointsLostError: at the end, by the failure policy; carries `.result`.
     """
-    owner = _owner()
+    owner, config = _owner(), _limited(config)
     check_deployed_path(config.storage_path, "storage_path")
     if task_runner is not None and not isinstance(task_runner, ThreadPoolTaskRunner):
         raise ConfigError(
@@ -153,6 +155,12 @@ def _in_time(action: Callable[[], object], seconds: float) -> bool:
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
+
+
+def _limited(config: RunConfig) -> RunConfig:
+    """With the place's own concurrency limit, if the configuration names none."""
+    limit = config.upload_config.concurrency_limit or CkptSettings().concurrency_limit
+    return replace(config, upload_config=replace(config.upload_config, concurrency_limit=limit))
 
 
 def _gather_on(runner: ThreadPoolTaskRunner[Any]) -> Callable[[ReportLine], PrefectFuture[Result]]:
