@@ -1,0 +1,78 @@
+"""Commands of `ckpt` that look after a place: `setup`, `doctor`, `rm`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+from rich.table import Table
+
+from ckpt_tasks import _tables
+from ckpt_tasks._options import OUTPUT, Flag, Output
+
+upkeep = App()
+"""Part of the `ckpt` command."""
+
+
+@upkeep.command
+def setup(
+    *,
+    limit: str | None = None,
+    slots: int | None = None,
+    pool: str = "ckpt",
+    block: str | None = None,
+    profile: str | None = None,
+    key_env: str = "AWS_ACCESS_KEY_ID",
+    secret_env: str = "AWS_SECRET_ACCESS_KEY",  # noqa: S107 - the name of a variable
+    token_env: str | None = None,
+    region: str | None = None,
+    endpoint_url: str | None = None,
+    automations: Flag = False,
+    evaluate: Literal["every", "best", "none"] = "every",
+    notify: str | None = None,
+    silence: Annotated[float, Parameter("--no-commit-hours")] = 6.0,
+    reruns: int = 3,
+    flow: str = "train",
+    output: Output = OUTPUT,
+) -> None:
+    """Make what runs need on the Prefect server: limit, work pool, credentials block, automations. Twice changes nothing.
+
+    Args:
+        limit: name of the global concurrency limit for uploads; default: the setting, else `ckpt-uploads`.
+        slots: uploads at once over all runs; default 4, and an existing limit stays as it is.
+        pool: name of the work pool, of type process.
+        block: also make this credentials block, `aws-credentials/NAME` or `minio-credentials/NAME`.
+        profile: of the AWS config files, for the block.
+        key_env: environment variable that holds the block's access key.
+        secret_env: environment variable that holds the block's secret key.
+        token_env: environment variable that holds the block's session token.
+        region: of the block.
+        endpoint_url: of the block, for stores that are not AWS.
+        automations: also make the automations; the deployments must exist.
+        evaluate: start an evaluation for every committed checkpoint, or every new best.
+        notify: notification block, `<type>/<name>`; default: failures are noted in the event feed.
+        silence: hours without a commit after which a run is reported.
+        reruns: how often a crashed training is run again; 0 never.
+        flow: name of the training flow.
+        output: what every command takes.
+    """
+    from ckpt_tasks.automations import Reactions
+    from ckpt_tasks.setup import CredentialsBlock, Wanted
+    from ckpt_tasks.setup import setup as make
+
+    made = None
+    if block is not None:
+        made = CredentialsBlock(
+            reference=block, profile=profile, key_env=key_env, secret_env=secret_env, token_env=token_env, region=region,
+            endpoint_url=endpoint_url,
+        )  # fmt: skip
+    reactions = (
+        Reactions(evaluate=evaluate, notify=notify, silence=silence, reruns=reruns, flow=flow) if automations else None
+    )
+    steps = list(make(Wanted(limit=limit, slots=slots, pool=pool, block=made, reactions=reactions)))
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for step in steps:
+        table.add_row(step.done, _tables.visible(step.what), _tables.visible(step.note))
+    changed = sum(step.done != "unchanged" for step in steps)
+    said = f"{changed} of {len(steps)} were made or changed" if changed else "nothing changed: everything was there"
+    output.show({"changed": changed, "steps": steps}, table, said)
