@@ -163,6 +163,10 @@ class S3Storage:
         """
         return self._run("abort", "", lambda client, watch: client.abort_uploads(self._prefix, older_than, watch))
 
+    def ask(self, method: str) -> dict[str, Any]:
+        """What the store says about the bucket: `method` of the S3 client, such as `get_bucket_versioning`."""
+        return self._run("ask", method, lambda client, _: client.call(method, "", method))
+
     def _path(self, key: str) -> str:
         path = self._prefix + check_key(key)
         if len(path.encode()) > 1024:

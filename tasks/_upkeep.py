@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from rich.table import Table
 
+from ckpt.examining import Finding, Level, examine_staging, examine_storage
 from ckpt_tasks import _tables
-from ckpt_tasks._options import OUTPUT, Flag, Output
+from ckpt_tasks._options import COMMON, OUTPUT, Common, Flag, Output
 
 upkeep = App()
 """Part of the `ckpt` command."""
@@ -76,3 +77,43 @@ def setup(
     changed = sum(step.done != "unchanged" for step in steps)
     said = f"{changed} of {len(steps)} were made or changed" if changed else "nothing changed: everything was there"
     output.show({"changed": changed, "steps": steps}, table, said)
+
+
+@upkeep.command
+def doctor(
+    storage: str | None = None,
+    *,
+    limit: str | None = None,
+    pool: str = "ckpt",
+    staging_dir: str | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Find out what would go wrong: server, limit, work pool, storage, clocks, staging disk. Each finding has its fix.
+
+    Exit code 0 if nothing fails, 1 if something does, 2 if it could not look. Writes to the storage only below a folder of
+    its own, which it removes.
+
+    Args:
+        storage: storage path; default: the setting PREFECT_INTEGRATIONS_CKPT_STORAGE_PATH, else it is not looked at.
+        limit: name of the global concurrency limit; default: the setting, else `ckpt-uploads`.
+        pool: name of the work pool.
+        staging_dir: where runs stage checkpoints; default: the system's temporary folder.
+        common: what every command takes.
+    """
+    from ckpt_tasks.doctor import examine_prefect
+    from ckpt_tasks.settings import CkptSettings
+
+    path = storage or CkptSettings().storage_path
+    found: list[Finding] = []
+    if path is not None:
+        found += examine_storage(path, **common.access)
+    found += examine_staging(staging_dir, path)
+    found += examine_prefect(limit=limit, pool=pool)
+    worst = max((item.level for item in found), key=list(Level).index)
+    lines = [
+        f"{item.level.value:<4}  {item.check}: {item.said}{f'. Fix: {item.fix}' if item.fix else ''}" for item in found
+    ]
+    if path is None:
+        lines.append("no storage was looked at: name a storage path, or set PREFECT_INTEGRATIONS_CKPT_STORAGE_PATH")
+    common.show({"ok": worst is not Level.FAIL, "storage": path, "findings": found}, *map(_tables.visible, lines))
+    return int(worst is Level.FAIL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -62,10 +63,8 @@ def deployment(client: SyncPrefectClient, name: str) -> UUID:
 
 @pytest.fixture
 def deployed(client: SyncPrefectClient) -> None:
-    try:
+    with suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name="ckpt", type="process"))
-    except ObjectAlreadyExists:
-        pass
     for name in ("evaluate", "rerun"):
         deployment(client, name)
 
