@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
 
 from prefect.events.actions import ActionTypes, DoNothing, RunDeployment, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -29,7 +30,7 @@ Done = Literal["created", "changed", "unchanged", "removed"]
 _EVALUATE = "ckpt: evaluate checkpoints"
 _RERUN = "ckpt: run a crashed training again"
 _MADE = "Made by `ckpt setup`"
-_RUNS = {"prefect.resource.id": f"{events.RESOURCE}.*"}
+_RUNS: dict[str, Any] = {"prefect.resource.id": f"{events.RESOURCE}.*"}
 _RUN = "{{ event.payload.run }}"
 
 
@@ -68,14 +69,14 @@ def ensure_automations(client: SyncPrefectClient, wanted: Reactions) -> Iterator
     """
     automations = list(_automations(client, wanted))
     for automation, note in automations:
-        found = client.read_automations_by_name(automation.name)
-        if not found:
+        known = client.read_automations_by_name(automation.name)
+        if not known:
             client.create_automation(automation)
             yield automation.name, "created", note
-        elif found[0].description == automation.description:
+        elif known[0].description == automation.description:
             yield automation.name, "unchanged", note
         else:
-            client.update_automation(found[0].id, automation)
+            client.update_automation(known[0].id, automation)
             yield automation.name, "changed", note
     for name in {_EVALUATE, _RERUN} - {automation.name for automation, _ in automations}:
         for found in client.read_automations_by_name(name):
@@ -98,7 +99,7 @@ def _automations(client: SyncPrefectClient, wanted: Reactions) -> Iterator[tuple
 
 def _evaluating(client: SyncPrefectClient, which: str) -> AutomationCore:
     expect = events.COMMITTED if which == "every" else events.BEST_CHANGED
-    start = RunDeployment(deployment_id=_deployment(client, EVALUATE), parameters={"ref": "{{ event.payload.ref }}"})
+    start = _start(_deployment(client, EVALUATE), {"ref": "{{ event.payload.ref }}"})
     return _automation(_EVALUATE, _when({expect}, match=_RUNS), start)
 
 
@@ -131,7 +132,7 @@ def _silent(told: _Told, hours: float) -> AutomationCore:
 
 def _rerunning(client: SyncPrefectClient, wanted: Reactions) -> AutomationCore:
     parameters = {"flow_run_id": "{{ flow_run.id }}", "at_most": wanted.reruns}
-    start = RunDeployment(deployment_id=_deployment(client, RERUN), parameters=parameters)
+    start = _start(_deployment(client, RERUN), parameters)
     return _automation(_RERUN, _ended({"prefect.flow-run.Crashed"}, wanted.flow), start)
 
 
@@ -201,7 +202,11 @@ def _telling(client: SyncPrefectClient, block: str | None) -> _Told:
     return _Told(document.id)
 
 
-def _deployment(client: SyncPrefectClient, name: str) -> Any:
+def _start(deployment: UUID, parameters: dict[str, Any]) -> RunDeployment:
+    return RunDeployment(source="selected", deployment_id=deployment, parameters=parameters, job_variables=None)
+
+
+def _deployment(client: SyncPrefectClient, name: str) -> UUID:
     try:
         return client.read_deployment_by_name(name).id
     except ObjectNotFound as error:

@@ -7,10 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
@@ -18,7 +19,9 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from ckpt import Report, ReportRecord, Result, Run, RunConfig, open_run
 from ckpt.attempts import Owner
 from ckpt.errors import ConfigError, NoActiveRunError
+from ckpt.inflight import Destination
 from ckpt.ordering import ReportLine
+from ckpt.records import Pending
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
 from ckpt_tasks._logging import run_logging
 from ckpt_tasks.deployed import check_deployed_path
@@ -27,13 +30,17 @@ from ckpt_tasks.limits import settle
 from ckpt_tasks.publish import publish_result
 from ckpt_tasks.settings import CkptSettings
 from ckpt_tasks.signals import Stopping, stop_signals
-from ckpt_tasks.upload import upload_checkpoint
+from ckpt_tasks.upload import upload_checkpoint, upload_quietly
 from ckpt_tasks.view import RunView
 
 if TYPE_CHECKING:
     from prefect.futures import PrefectFuture
 
 logger = logging.getLogger("ckpt")
+
+TaskRuns = Literal["all", "failures"]
+"""Which uploads are task runs."""
+_Uploads: TypeAlias = TaskRunner[Any] | ThreadPoolExecutor
 
 PUBLISH_TIME = 15.0
 """Seconds that the result artifact and the live table's last state may take at the end; the store has it all anyway."""
@@ -42,7 +49,9 @@ _LAST_SECONDS = 1.0
 
 
 @contextmanager
-def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) -> Iterator[Run]:
+def training_run(
+    config: RunConfig, task_runner: TaskRunner[Any] | None = None, *, task_runs: TaskRuns = "all"
+) -> Iterator[Run]:
     """Open a run inside a flow or a task: `report()` in the block submits upload tasks under the flow run.
 
     Leaving the block drains, whatever happened in it, then raises what the failure policy says; the block's own
@@ -53,6 +62,8 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         config: the run.
         task_runner: for the upload tasks; default: threads, as many as reports may be pending. It belongs to the run: a
             flow's own runner would drop queued uploads at the flow's end.
+        task_runs: `all`: one task run per uploaded report. `failures`: uploads run in plain threads, and only a failed one
+            gets a task run, so that hundreds of reports stay readable and cost the API nothing.
 
     Yields:
         The run; `run.report(...)` is `ckpt.report(...)`, and `run.result` is set after the block.
@@ -69,11 +80,11 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
             f"training_run cannot upload on a {type(task_runner).__name__} yet: slots, stops and locations are this process's. "
             "Leave task_runner out, or give a ThreadPoolTaskRunner; upload_checkpoint itself runs under any task runner"
         )
-    uploads = task_runner or ThreadPoolTaskRunner(max_workers=config.upload_config.max_pending)
+    uploads, upload = _uploader(task_runner, task_runs, config.upload_config.max_pending)
     opened: list[Run] = []
 
-    def submit(report: Report) -> PrefectFuture[ReportRecord]:
-        return uploads.submit(upload_checkpoint, {"checkpoint": report, "destination": opened[0].destination})
+    def submit(report: Report) -> Pending[ReportRecord]:
+        return upload(report, opened[0].destination)
 
     ordering: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
     with _terminating() as stopping, run_logging(), _slots_given_back(), _left_in_time(stopping, uploads, ordering):
@@ -116,7 +127,7 @@ def _terminating() -> Iterator[Stopping]:
 
 
 @contextmanager
-def _left_in_time(stopping: Stopping, *runners: TaskRunner[Any]) -> Iterator[None]:
+def _left_in_time(stopping: Stopping, *runners: _Uploads) -> Iterator[None]:
     """Start the task runners, and stop them; after a termination signal, one that does not stop in time is left.
 
     Its thread hangs in the store's client, perhaps for minutes, and the interpreter would wait for it as well.
@@ -161,6 +172,25 @@ def _limited(config: RunConfig) -> RunConfig:
     """With the place's own concurrency limit, if the configuration names none."""
     limit = config.upload_config.concurrency_limit or CkptSettings().concurrency_limit
     return replace(config, upload_config=replace(config.upload_config, concurrency_limit=limit))
+
+
+def _uploader(
+    task_runner: ThreadPoolTaskRunner[Any] | None, task_runs: TaskRuns, workers: int
+) -> tuple[_Uploads, Callable[[Report, Destination], Pending[ReportRecord]]]:
+    """What uploads run on, and how one is begun there."""
+    if task_runs not in ("all", "failures"):
+        raise ConfigError(f"task_runs={task_runs!r} must be 'all' or 'failures'")
+    if task_runs == "all":
+        runner = task_runner or ThreadPoolTaskRunner(max_workers=workers)
+        return runner, lambda report, destination: runner.submit(
+            upload_checkpoint, {"checkpoint": report, "destination": destination}
+        )
+    if task_runner is not None:
+        raise ConfigError("task_runs='failures' uploads in plain threads: leave task_runner out")
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="ckpt-upload")
+    return pool, lambda report, destination: pool.submit(
+        contextvars.copy_context().run, upload_quietly, report, destination
+    )
 
 
 def _gather_on(runner: ThreadPoolTaskRunner[Any]) -> Callable[[ReportLine], PrefectFuture[Result]]:
