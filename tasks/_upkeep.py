@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from rich.table import Table
 
+from ckpt.errors import CheckpointNotFoundError, ConfigError
 from ckpt.examining import Finding, Level, examine_staging, examine_storage
+from ckpt.removing import is_there, remove
+from ckpt.storage import normalize_uri, open_storage
 from ckpt_tasks import _tables
 from ckpt_tasks._options import COMMON, OUTPUT, Common, Flag, Output
 
@@ -117,3 +121,39 @@ def doctor(
         lines.append("no storage was looked at: name a storage path, or set PREFECT_INTEGRATIONS_CKPT_STORAGE_PATH")
     common.show({"ok": worst is not Level.FAIL, "storage": path, "findings": found}, *map(_tables.visible, lines))
     return int(worst is Level.FAIL)
+
+
+@upkeep.command
+def rm(run: str, *, yes: Flag = False, common: Common = COMMON) -> None:
+    """Remove a run with all its checkpoints, for good; what crashed in the middle is finished by the same command.
+
+    Args:
+        run: RUN; refused while a driver of it is alive. External checkpoints stay.
+        yes: do not ask.
+        common: what every command takes.
+    """
+    uri = normalize_uri(run)
+    if not is_there(
+        open_storage(uri, credentials=common.credentials or "env", storage_options=common.access["storage_options"])
+    ):
+        raise CheckpointNotFoundError(f"no run is at {uri}: give <storage_path>/<name>, as `ckpt ls` shows it")
+    if not yes:
+        _ask(f"Remove {uri} with all its checkpoints, for good?")
+    gone = remove(run, **common.access)
+    said = f"removed {gone.uri}: {gone.commits} commits, {gone.files} objects in all, {_tables.size(gone.nbytes)}"
+    left = [f"left, because it is not part of the run: {key}" for key in gone.left]
+    common.show(gone, *map(_tables.visible, [*left, said]))
+
+
+def _ask(question: str) -> None:
+    """Go on only after a `y`.
+
+    Raises:
+        ConfigError: nobody can be asked, or the answer is another.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError("rm removes a run for good and nobody is there to ask: add --yes")
+    sys.stderr.write(f"{_tables.visible(question)} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ConfigError("nothing was removed")
