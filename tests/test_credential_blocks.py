@@ -13,15 +13,13 @@ from helpers import make_checkpoint, make_config, states
 from prefect.blocks.core import Block
 from prefect_aws import AwsCredentials, MinIOCredentials
 from prefect_aws.client_parameters import AwsClientParameters
-from prefect_server import prefect_server
 from pydantic import SecretStr
-from servers import S3Server, moto_server
+from servers import S3Server
 
 from ckpt import CheckpointUploadMode, open_run
 from ckpt.errors import ConfigError
 from ckpt_tasks.credentials import load_block
 
-__all__ = ["moto_server", "prefect_server"]
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("prefect_server")]
 
 

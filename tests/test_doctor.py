@@ -15,13 +15,10 @@ from prefect.client.schemas.actions import (
     GlobalConcurrencyLimitUpdate,
     WorkPoolCreate,
 )
-from prefect_server import prefect_server
-from servers import S3Server, moto_server, rclone_server
+from servers import S3Server
 
 from ckpt.examining import Finding, Level, clock, examine_storage
 from ckpt_tasks import cli
-
-__all__ = ["moto_server", "prefect_server", "rclone_server"]
 
 
 @pytest.fixture

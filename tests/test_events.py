@@ -13,13 +13,10 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_server import prefect_server
 
 from ckpt import Checkpoint, CheckpointConfig, ReportRecord, ReportState, committed, open_run, resolve
 from ckpt_tasks.events import BATCH, RunEvents, Source
 from ckpt_tasks.view import RunView
-
-__all__ = ["prefect_server"]
 
 
 def record(seq: int, **changes: Any) -> ReportRecord:

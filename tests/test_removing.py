@@ -11,7 +11,6 @@ from uuid import uuid4
 
 import pytest
 from helpers import make_checkpoint, make_config
-from servers import moto_server
 
 from ckpt import CheckpointUploadMode, committed, list_runs, open_run, removing
 from ckpt.errors import CheckpointNotFoundError, RunBusyError
@@ -19,8 +18,6 @@ from ckpt.removing import remove
 from ckpt.storage import open_storage
 from ckpt.testing import WrappedStorage
 from ckpt_tasks import cli
-
-__all__ = ["moto_server"]
 
 
 def make_run(storage_path: str | Path, folder: Path, name: str = "digits") -> str:

@@ -17,14 +17,12 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Running
-from prefect_server import prefect_server
 
 from ckpt.errors import ConfigError
 from ckpt_tasks import cli
 from ckpt_tasks.automations import Reactions
 from ckpt_tasks.rerun import NUMBER, ORIGIN, run_again
 
-__all__ = ["prefect_server"]
 pytestmark = pytest.mark.prefect
 
 
