@@ -131,7 +131,8 @@ def _silent(told: _Told, hours: float) -> AutomationCore:
 
 
 def _rerunning(client: SyncPrefectClient, wanted: Reactions) -> AutomationCore:
-    parameters = {"flow_run_id": "{{ flow_run.id }}", "at_most": wanted.reruns}
+    # As text: Prefect renders a lone value as JSON, and a UUID is none.
+    parameters = {"flow_run_id": "{{ flow_run.id | string }}", "at_most": wanted.reruns}
     start = _start(_deployment(client, RERUN), parameters)
     return _automation(_RERUN, _ended({"prefect.flow-run.Crashed"}, wanted.flow), start)
 
