@@ -7,13 +7,13 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import tenacity
 
 from ckpt._files import Guarded
 from ckpt._transfer import HighWater
-from ckpt.errors import CredentialsExpiredError, TransientStorageError
+from ckpt.errors import AccessDeniedError, CredentialsExpiredError, TransientStorageError
 from ckpt.storage import RETRY_BUDGET, Entry, Progress, Receipt, Storage
 
 T = TypeVar("T")
@@ -33,7 +33,8 @@ logger = logging.getLogger("ckpt")
 class RetryingStorage:
     """A storage whose transient failures are tried again; everything else is raised at once.
 
-    When the store says that credentials have expired, the storage is opened anew, which resolves them afresh. A
+    When the store says that credentials have expired, or refuses those that were replaced meanwhile, the storage is opened
+    anew, which resolves them afresh. A
     `create` whose answer got lost ends in `ObjectExistsError`: callers read back and compare.
 
     Args:
@@ -120,13 +121,27 @@ class RetryingStorage:
         try:
             return verb(storage)
         except CredentialsExpiredError:
-            self._reopen(storage)
+            self._reopen(storage, "have expired")
             raise
+        except AccessDeniedError as error:
+            if self._storage is storage and not (isinstance(storage, Renewable) and storage.credentials_changed()):
+                raise
+            self._reopen(storage, "were replaced")
+            raise CredentialsExpiredError(str(error)) from error
 
-    def _reopen(self, expired: Storage) -> None:
+    def _reopen(self, expired: Storage, why: str) -> None:
         if self._storage is expired:  # else another thread was faster; if both reopen, no harm is done
-            logger.info("credentials for %s have expired: resolving them again", self.uri)
+            logger.info("credentials for %s %s: resolving them again", self.uri, why)
             self._storage = self._opener()
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """A storage that knows whether its credentials were replaced, as somebody does who rotates keys."""
+
+    def credentials_changed(self) -> bool:
+        """Whether opening it anew would use others."""
+        ...
 
 
 class _StopAfter(tenacity.stop.stop_base):

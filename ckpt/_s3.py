@@ -7,6 +7,7 @@ whose parts are checked likewise and which are aborted on any failure; ranged re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -23,7 +24,7 @@ from ckpt._s3_client import Body, S3Client
 from ckpt._s3_errors import translate
 from ckpt._transfer import Budget, Watch, close_at_exit, immortal
 from ckpt.credentials import Credentials, check_credentials, check_storage_options, merged, resolve_credentials
-from ckpt.errors import AccessDeniedError, ConfigError
+from ckpt.errors import AccessDeniedError, CkptError, ConfigError
 from ckpt.storage import MEMORY_BUDGET, STALL_TIMEOUT, Entry, Progress, Receipt, check_key, normalize_uri, scheme_of
 
 T = TypeVar("T")
@@ -86,13 +87,15 @@ class S3Storage:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._connected: S3Client | None = None
+        self._resolved: dict[str, Any] = {}
+        """What `credentials` gave for the connection."""
         _alive.add(self)
 
     def __repr__(self) -> str:
         return f"S3Storage({self._uri!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in {"_lock", "_connected"}}
+        return {name: value for name, value in vars(self).items() if name not in {"_lock", "_connected", "_resolved"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -163,6 +166,18 @@ class S3Storage:
         """
         return self._run("abort", "", lambda client, watch: client.abort_uploads(self._prefix, older_than, watch))
 
+    def credentials_changed(self) -> bool:
+        """Whether `credentials` gives something else by now than what the connection was made with."""
+        if self._connected is None:
+            return False
+        with contextlib.suppress(CkptError):
+            return resolve_credentials(self._credentials, "s3") != self._resolved
+        return False
+
+    def ask(self, method: str) -> dict[str, Any]:
+        """What the store says about the bucket: `method` of the S3 client, such as `get_bucket_versioning`."""
+        return self._run("ask", method, lambda client, _: client.call(method, "", method))
+
     def _path(self, key: str) -> str:
         path = self._prefix + check_key(key)
         if len(path.encode()) > 1024:
@@ -190,7 +205,8 @@ class S3Storage:
     def _connect(self) -> S3Client:
         import s3fs
 
-        found = _named(resolve_credentials(self._credentials, "s3"))
+        self._resolved = resolve_credentials(self._credentials, "s3")
+        found = _named(self._resolved)
         try:
             session = _session(self._credentials, found)
         except Exception as error:

@@ -34,6 +34,8 @@ class Flight:
     """Bytes moved so far, retries included."""
     since: float = field(default_factory=time.monotonic)
     """Monotonic seconds when it was submitted."""
+    entered: float = field(default_factory=time.monotonic)
+    """Monotonic seconds when it began its step."""
     active: float = field(default_factory=time.monotonic)
     """Monotonic seconds of its last sign of life."""
     aborted: str | None = None
@@ -42,8 +44,11 @@ class Flight:
     """Called with the reason; for waits that bytes do not interrupt."""
 
     def enter(self, step: str, state: ReportState | None = None) -> None:
-        """Begin a step."""
-        self.step, self.state, self.active = step, state or self.state, time.monotonic()
+        """Begin a step; said again of the same step, it is a sign of life."""
+        now = time.monotonic()
+        if step != self.step:
+            self.entered = now
+        self.step, self.state, self.active = step, state or self.state, now
 
     def when_aborted(self, callback: Callable[[str], None]) -> None:
         """Have `callback` called with the reason once it must stop; at once if it must already. It may be called twice."""

@@ -20,6 +20,9 @@ from ckpt.upload_functions import PASS_THROUGH
 
 logger = logging.getLogger("ckpt")
 
+TELL_EVERY = 10.0
+"""Seconds between two log lines about uploads that wait, and that one has to wait to be worth a line."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Reported:
@@ -95,6 +98,8 @@ class ReportLine:
     def __init__(self, publisher: Publisher, live: Live, config: UploadConfig) -> None:
         self.publisher, self.live, self.config = publisher, live, config
         self._queue: queue.SimpleQueue[Reported | None] = queue.SimpleQueue()
+        self.told = 0.0
+        """Monotonic seconds of the last line about uploads that wait."""
         self.error: BaseException | None = None
         """What ended the run, told by `close`."""
 
@@ -150,11 +155,27 @@ def _await(reported: Reported, line: ReportLine) -> ReportRecord:
             return reported.outcome(min(FLUSH_INTERVAL, line.config.slow_upload_warning) if flush is None else flush)
         except TimeoutError:
             line.publisher.flush_if_due()
+        _tell(line)
         if time.monotonic() - warned >= line.config.slow_upload_warning:
             warned = time.monotonic()
             _warn(line)
         if (silent := _silence(reported, line, began)) is not None:
             return _give_up(reported, line, silent)
+
+
+def _tell(line: ReportLine) -> None:
+    """One line of how uploads stand while one waits: `3 uploading, 1 waiting for limit ckpt-uploads 42 s`."""
+    now, flights = time.monotonic(), list(line.live.flights.values())
+    waits: dict[str, list[float]] = {}
+    for flight in flights:
+        if flight.state is ReportState.SUBMITTED and flight.step.startswith("waiting"):
+            waits.setdefault(flight.step, []).append(now - flight.entered)
+    if now - line.told < TELL_EVERY or max((max(times) for times in waits.values()), default=0.0) < TELL_EVERY:
+        return
+    line.told = now
+    uploading = sum(flight.state is ReportState.UPLOADING for flight in flights)
+    parts = [f"{len(times)} {step} {max(times):.0f} s" for step, times in waits.items()]
+    logger.info("%s", ", ".join([f"{uploading} uploading", *parts]))
 
 
 def _warn(line: ReportLine) -> None:

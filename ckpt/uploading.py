@@ -509,8 +509,11 @@ def _hashed(source: Source, flight: Flight) -> Iterator[FileEntry]:
 
 
 def _line(record: ReportRecord) -> str:
-    took = record.timings.upload
-    rate = f", {record.nbytes / took / 2**20:.1f} MiB/s" if took > 0 and record.nbytes else ""
-    waited = record.timings.slot_wait + record.timings.limit_wait
-    held = f", waited {waited:.1f} s" if waited >= 1 else ""
-    return f"committed {record.seq} {record.name}: {record.nbytes / 2**20:.2f} MiB in {took:.2f} s{rate}{held}"
+    """What was committed, how fast, and where its time went."""
+    t = record.timings
+    rate = f", {record.nbytes / t.upload / 2**20:.1f} MiB/s" if t.upload > 0 and record.nbytes else ""
+    waits = f"queue {t.queue_wait:.2f} s, slot {t.slot_wait:.2f} s, limit {t.limit_wait:.2f} s"
+    return (
+        f"committed {record.seq} {record.name}: {record.nbytes / 2**20:.2f} MiB in {t.upload:.2f} s{rate} "
+        f"(waited: {waits}; verify {t.verify:.2f} s, commit {t.commit:.2f} s)"
+    )

@@ -233,17 +233,24 @@ def _live_row(record: ReportRecord, metrics: Sequence[str]) -> dict[str, str]:
     return {
         "report": str(record.seq),
         "state": _state(record),
-        **{_short(f"metric {name}" if name in _FIXED else name): value for name, value in values.items()},
+        **{shown(f"metric {name}" if name in _FIXED else name): value for name, value in values.items()},
         "size": _size(record.nbytes) if record.checkpoint is not None else "",
         "upload": _seconds(timings.upload),
+        "rate": _rate(record),
         "waited": _seconds(timings.queue_wait + timings.slot_wait + timings.limit_wait),
         "stall": _seconds(timings.stall),
-        "name": _short(record.name),
-        "where": _short(where or ""),
+        "name": shown(record.name),
+        "where": shown(where or ""),
     }
 
 
-_FIXED = frozenset({"report", "state", "size", "upload", "waited", "stall", "name", "where"})
+_FIXED = frozenset({"report", "state", "size", "upload", "rate", "waited", "stall", "name", "where"})
+
+
+def _rate(record: ReportRecord) -> str:
+    """Of the upload, in MB/s (10^6 bytes)."""
+    took = record.timings.upload
+    return f"{record.nbytes / took / 1e6:.1f} MB/s" if record.checkpoint is not None and took > 0 else ""
 
 
 def _state(record: ReportRecord) -> str:
@@ -284,7 +291,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def _text(value: str) -> str:
     """`value` as markdown that shows it and nothing else, in one line."""
-    return _MARKDOWN.sub(r"\\\1", _short(value)).replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
+    return _MARKDOWN.sub(r"\\\1", shown(value)).replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
 
 
 def _code(value: str) -> str:
@@ -294,9 +301,10 @@ def _code(value: str) -> str:
     return f"{fence} {shown} {fence}" if len(fence) > 1 else f"`{shown}`"
 
 
-def _short(value: str) -> str:
-    shown = _one_line(value)
-    return shown if len(shown) <= _CELL else f"{shown[: _CELL - 1]}…"
+def shown(value: str) -> str:
+    """`value` in one line and not too long, without control characters and secrets."""
+    line = _one_line(value)
+    return line if len(line) <= _CELL else f"{line[: _CELL - 1]}…"
 
 
 def _one_line(value: str) -> str:

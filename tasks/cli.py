@@ -7,11 +7,10 @@ line and says what went wrong; `_rows` reads the storage, `_tables` draws.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,10 +26,12 @@ from ckpt.storage import normalize_uri
 from ckpt.verifying import Verification
 from ckpt.verifying import verify as verify_files
 from ckpt_tasks import _rows, _tables
+from ckpt_tasks._options import COMMON, Common, Flag
 from ckpt_tasks._progress import transfer
 from ckpt_tasks._terminal import failed, log_lines, out
+from ckpt_tasks._upkeep import upkeep
 
-HELP = """Checkpoints of training runs: list, inspect, verify, restore, clean up.
+HELP = """Checkpoints of training runs: list, inspect, verify, restore, clean up; set up Prefect and find out what is wrong.
 
 RUN is `<storage_path>/<name>`; REF is a run with `@latest`, `@12` (a seq), `@best` or
 `@best:<metric>:<min|max>`, or the place of a checkpoint itself. A storage path is a folder, `s3://bucket/prefix`,
@@ -58,43 +59,11 @@ def _version() -> str:
 app = App(name="ckpt", help=HELP, help_format="markdown", version=_version)
 
 
-_Flag = Annotated[bool, Parameter(negative="", show_default=False)]
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Common:
-    """What every command takes."""
-
-    json: _Flag = False
-    """Print one JSON document instead of tables."""
-    credentials: str | None = None
-    """`env` (default), `profile:<name>`, or `block:<type>/<name>`."""
-    storage_option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
-    """KEY=VALUE for the storage, such as `endpoint_url=http://localhost:9000`; the value may be JSON. Repeatable."""
-    debug: _Flag = False
-    """Show the stack trace of an error."""
-
-    @property
-    def access(self) -> dict[str, Any]:
-        """As the functions of `ckpt` take it."""
-        return {"credentials": self.credentials, "storage_options": dict(map(_option, self.storage_option))}
-
-    def show(self, document: Any, *parts: Any) -> None:
-        """Print the document for machines, or the tables and lines for people."""
-        if self.json:
-            print(json.dumps(_rows.plain(document), indent=2, allow_nan=False))
-            return
-        console = out()
-        for part in parts:
-            console.print(part, soft_wrap=isinstance(part, str))
-
-
-_COMMON = Common()
+app.command(upkeep, name="*")
 
 
 @app.command
-def ls(storage_path: str = "./runs", *, common: Common = _COMMON) -> None:
+def ls(storage_path: str = "./runs", *, common: Common = COMMON) -> None:
     """List the runs under a storage path, or the committed checkpoints of one run.
 
     Args:
@@ -118,7 +87,7 @@ def show(
     target: str,
     *,
     all_reports: Annotated[bool, Parameter("--all", negative="", show_default=False)] = False,
-    common: Common = _COMMON,
+    common: Common = COMMON,
 ) -> None:
     """Show a run with its reports, failures and attempts; or one checkpoint with its files, metrics and origin.
 
@@ -138,7 +107,7 @@ def show(
 
 
 @app.command
-def verify(*targets: str, content: bool = True, common: Common = _COMMON) -> int:
+def verify(*targets: str, content: bool = True, common: Common = COMMON) -> int:
     """Check that committed checkpoints are what their manifests say; exit code 1 if a file is missing or differs.
 
     Args:
@@ -161,7 +130,7 @@ def verify(*targets: str, content: bool = True, common: Common = _COMMON) -> int
 
 
 @app.command
-def restore(ref: str, *, to: Path, common: Common = _COMMON) -> None:
+def restore(ref: str, *, to: Path, common: Common = COMMON) -> None:
     """Download a checkpoint into a new directory, which appears whole and verified, or not at all.
 
     Args:
@@ -183,7 +152,7 @@ def restore(ref: str, *, to: Path, common: Common = _COMMON) -> None:
 
 
 @app.command
-def pin(ref: str, *, common: Common = _COMMON) -> None:
+def pin(ref: str, *, common: Common = COMMON) -> None:
     """Protect a committed checkpoint from retention and `prune`.
 
     Args:
@@ -194,7 +163,7 @@ def pin(ref: str, *, common: Common = _COMMON) -> None:
 
 
 @app.command
-def unpin(ref: str, *, common: Common = _COMMON) -> None:
+def unpin(ref: str, *, common: Common = COMMON) -> None:
     """Lift the protection of `pin`.
 
     Args:
@@ -205,7 +174,7 @@ def unpin(ref: str, *, common: Common = _COMMON) -> None:
 
 
 @app.command
-def prune(run: str, *, keep_last: int | None = None, keep_best: str | None = None, common: Common = _COMMON) -> None:
+def prune(run: str, *, keep_last: int | None = None, keep_best: str | None = None, common: Common = COMMON) -> None:
     """Delete the checkpoints of a run that no rule keeps; latest, best and pinned ones stay whatever the rules say.
 
     Args:
@@ -224,7 +193,7 @@ def prune(run: str, *, keep_last: int | None = None, keep_best: str | None = Non
 
 
 @app.command
-def gc(run: str, *, dry_run: _Flag = False, common: Common = _COMMON) -> None:
+def gc(run: str, *, dry_run: Flag = False, common: Common = COMMON) -> None:
     """Remove files that a crash left in a run and that no commit names.
 
     Args:
@@ -261,16 +230,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes a line and an exit code
         return failed(error, debug=debug)
-
-
-def _option(given: str) -> tuple[str, Any]:
-    key, equals, text = given.partition("=")
-    if not key or not equals:
-        raise ConfigError(f"--storage-option {given!r} must be KEY=VALUE")
-    try:
-        return key, json.loads(text)
-    except ValueError:
-        return key, text
 
 
 def _runs(storage_path: str, common: Common) -> list[RunSummary]:

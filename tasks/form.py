@@ -198,6 +198,9 @@ class TrainConfig(Form):
     upload: Uploads = Field(default=Uploads(), title="Uploads", description="How uploads are bounded.")
     retention: Retention = Field(default=Retention(), title="Retention", description="Which checkpoints stay.")
     failures: Failures = Field(default=Failures(), title="Failures", description="What failed uploads do to the run.")
+    task_runs: Literal["all", "failures"] = Field(
+        default="all", title="Task runs", description="One per uploaded report, or only for reports that failed."
+    )
     stop_timeout: float = Field(
         default=25.0,
         gt=0,

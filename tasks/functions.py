@@ -2,8 +2,7 @@
 
 Whoever can start a deployment could otherwise run any function of any installed package. Allowed are the entry points
 of the group `prefect_ckpt.functions`, modules of the project's own folder (the working directory, and that of the
-program's own file), and what `PREFECT_INTEGRATIONS_CKPT_ALLOWED_FUNCTIONS`
-names: module prefixes, separated by commas.
+program's own file), and what the setting `PREFECT_INTEGRATIONS_CKPT_ALLOWED_FUNCTIONS` names (`ckpt_tasks.settings`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from types import ModuleType
 from typing import Any
 
 from ckpt.errors import ConfigError
+from ckpt_tasks.settings import PREFIX, CkptSettings
 
-SETTING = "PREFECT_INTEGRATIONS_CKPT_ALLOWED_FUNCTIONS"
+SETTING = f"{PREFIX}ALLOWED_FUNCTIONS"
 GROUP = "prefect_ckpt.functions"
 
 _STDLIB = Path(os.__file__).resolve().parent
@@ -55,7 +55,7 @@ def resolve_function(name: str) -> Callable[..., Any]:
 
 
 def _check_allowed(module: str, name: str) -> None:
-    prefixes = [prefix.strip() for prefix in os.environ.get(SETTING, "").split(",") if prefix.strip()]
+    prefixes = CkptSettings().allowed_functions
     if any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes) or _in_project(module):
         return
     raise ConfigError(

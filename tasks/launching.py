@@ -36,7 +36,7 @@ def run_training(config: TrainConfig, train_fn: Callable[..., Any] | None = None
     if train_fn is None and config.train_fn is None:
         raise ConfigError("no training function: set train_fn='package.module:function', or pass one in code")
     call = _bound(train_fn or resolve_function(str(config.train_fn)), config.train_loop_config)
-    with training_run(config.run_config(_default_name())) as run:
+    with training_run(config.run_config(_default_name()), task_runs=config.task_runs) as run:
         call()
     return run.result
 

@@ -39,8 +39,8 @@ _ASK_EVERY = 5.0
 """Seconds between two requests while all slots are taken, at most; Prefect's client would wait for up to 30."""
 _ASK_SELDOM = 0.5
 """Seconds between two requests, at least; the server's own suggestion can be next to nothing."""
-_TELL_EVERY = 10.0
-"""Seconds between two log lines of a waiting upload."""
+_LIVE_EVERY = 10.0
+"""Seconds between two signs of life of a waiting upload."""
 _LOCKED = 423
 
 
@@ -124,18 +124,16 @@ class _Queue:
         began = time.monotonic()
         flight.when_aborted(lambda reason: _fail(turn, DeadlineError(reason)))
         while True:
+            flight.enter(f"waiting for limit {self._name}")
             waited = time.monotonic() - began
-            if wait([turn], min(_TELL_EVERY, max(0.0, timeout - waited))).done:
+            if wait([turn], min(_LIVE_EVERY, max(0.0, timeout - waited))).done:
                 return turn.result()
-            waited = time.monotonic() - began
-            flight.enter(f"waiting for limit {self._name} {waited:.0f} s")
-            if waited >= timeout and turn.cancel():
+            if time.monotonic() - began >= timeout and turn.cancel():
                 raise DeadlineError(
                     f"no slot of the concurrency limit {self._name!r} came free in {timeout:.0f} s: other uploads hold "
                     f"them (`prefect gcl inspect {self._name}` counts them), or a restarted server forgot who does "
                     f"(`prefect gcl update {self._name} --active-slots 0`, when nothing uploads)"
                 )
-            logger.info("upload %d waits for limit %s, %.0f s so far", flight.seq, self._name, waited)
 
     def _hand(self, lease: _Lease) -> bool:
         with self._changed:

@@ -7,9 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
@@ -17,21 +19,28 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from ckpt import Report, ReportRecord, Result, Run, RunConfig, open_run
 from ckpt.attempts import Owner
 from ckpt.errors import ConfigError, NoActiveRunError
+from ckpt.inflight import Destination
 from ckpt.ordering import ReportLine
+from ckpt.records import Pending
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
 from ckpt_tasks._logging import run_logging
 from ckpt_tasks.deployed import check_deployed_path
 from ckpt_tasks.gather import gather_reports
 from ckpt_tasks.limits import settle
 from ckpt_tasks.publish import publish_result
+from ckpt_tasks.settings import CkptSettings
 from ckpt_tasks.signals import Stopping, stop_signals
-from ckpt_tasks.upload import upload_checkpoint
+from ckpt_tasks.upload import upload_checkpoint, upload_quietly
 from ckpt_tasks.view import RunView
 
 if TYPE_CHECKING:
     from prefect.futures import PrefectFuture
 
 logger = logging.getLogger("ckpt")
+
+TaskRuns = Literal["all", "failures"]
+"""Which uploads are task runs."""
+_Uploads: TypeAlias = TaskRunner[Any] | ThreadPoolExecutor
 
 PUBLISH_TIME = 15.0
 """Seconds that the result artifact and the live table's last state may take at the end; the store has it all anyway."""
@@ -40,7 +49,9 @@ _LAST_SECONDS = 1.0
 
 
 @contextmanager
-def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) -> Iterator[Run]:
+def training_run(
+    config: RunConfig, task_runner: TaskRunner[Any] | None = None, *, task_runs: TaskRuns = "all"
+) -> Iterator[Run]:
     """Open a run inside a flow or a task: `report()` in the block submits upload tasks under the flow run.
 
     Leaving the block drains, whatever happened in it, then raises what the failure policy says; the block's own
@@ -51,6 +62,8 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         config: the run.
         task_runner: for the upload tasks; default: threads, as many as reports may be pending. It belongs to the run: a
             flow's own runner would drop queued uploads at the flow's end.
+        task_runs: `all`: one task run per uploaded report. `failures`: uploads run in plain threads, and only a failed one
+            gets a task run, so that hundreds of reports stay readable and cost the API nothing.
 
     Yields:
         The run; `run.report(...)` is `ckpt.report(...)`, and `run.result` is set after the block.
@@ -60,18 +73,18 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         RunBusyError, StorageError, ConfigError: the run cannot begin; said before any training.
         CheckpointsLostError: at the end, by the failure policy; carries `.result`.
     """
-    owner = _owner()
+    owner, config = _owner(), _limited(config)
     check_deployed_path(config.storage_path, "storage_path")
     if task_runner is not None and not isinstance(task_runner, ThreadPoolTaskRunner):
         raise ConfigError(
             f"training_run cannot upload on a {type(task_runner).__name__} yet: slots, stops and locations are this process's. "
             "Leave task_runner out, or give a ThreadPoolTaskRunner; upload_checkpoint itself runs under any task runner"
         )
-    uploads = task_runner or ThreadPoolTaskRunner(max_workers=config.upload_config.max_pending)
+    uploads, upload = _uploader(task_runner, task_runs, config.upload_config.max_pending)
     opened: list[Run] = []
 
-    def submit(report: Report) -> PrefectFuture[ReportRecord]:
-        return uploads.submit(upload_checkpoint, {"checkpoint": report, "destination": opened[0].destination})
+    def submit(report: Report) -> Pending[ReportRecord]:
+        return upload(report, opened[0].destination)
 
     ordering: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
     with _terminating() as stopping, run_logging(), _slots_given_back(), _left_in_time(stopping, uploads, ordering):
@@ -79,6 +92,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
         try:
             with open_run(config, submit, gather=_gather_on(ordering), owner=owner, observers=[view.publish]) as run:
                 opened.append(run)
+                view.opened(run)
                 with stopping.block(run):
                     yield run
         finally:
@@ -113,7 +127,7 @@ def _terminating() -> Iterator[Stopping]:
 
 
 @contextmanager
-def _left_in_time(stopping: Stopping, *runners: TaskRunner[Any]) -> Iterator[None]:
+def _left_in_time(stopping: Stopping, *runners: _Uploads) -> Iterator[None]:
     """Start the task runners, and stop them; after a termination signal, one that does not stop in time is left.
 
     Its thread hangs in the store's client, perhaps for minutes, and the interpreter would wait for it as well.
@@ -154,6 +168,31 @@ def _in_time(action: Callable[[], object], seconds: float) -> bool:
     return not thread.is_alive()
 
 
+def _limited(config: RunConfig) -> RunConfig:
+    """With the place's own concurrency limit, if the configuration names none."""
+    limit = config.upload_config.concurrency_limit or CkptSettings().concurrency_limit
+    return replace(config, upload_config=replace(config.upload_config, concurrency_limit=limit))
+
+
+def _uploader(
+    task_runner: ThreadPoolTaskRunner[Any] | None, task_runs: TaskRuns, workers: int
+) -> tuple[_Uploads, Callable[[Report, Destination], Pending[ReportRecord]]]:
+    """What uploads run on, and how one is begun there."""
+    if task_runs not in ("all", "failures"):
+        raise ConfigError(f"task_runs={task_runs!r} must be 'all' or 'failures'")
+    if task_runs == "all":
+        runner = task_runner or ThreadPoolTaskRunner(max_workers=workers)
+        return runner, lambda report, destination: runner.submit(
+            upload_checkpoint, {"checkpoint": report, "destination": destination}
+        )
+    if task_runner is not None:
+        raise ConfigError("task_runs='failures' uploads in plain threads: leave task_runner out")
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="ckpt-upload")
+    return pool, lambda report, destination: pool.submit(
+        contextvars.copy_context().run, upload_quietly, report, destination
+    )
+
+
 def _gather_on(runner: ThreadPoolTaskRunner[Any]) -> Callable[[ReportLine], PrefectFuture[Result]]:
     def gather(line: ReportLine) -> PrefectFuture[Result]:
         return runner.submit(gather_reports, {"records": line, "retention": None})
@@ -183,6 +222,7 @@ def _show(result: Result, view: RunView, seconds: float) -> None:
         except Exception as error:  # noqa: BLE001 - the result is in the store; the artifact only shows it
             logger.warning("The result artifact of run %s could not be made: %s", result.run, error)
 
+    view.completed(result)
     deadline = time.monotonic() + seconds
     away = not api_answers(min(5.0, seconds))
     published = not away and _in_time(publish, seconds)
@@ -191,6 +231,7 @@ def _show(result: Result, view: RunView, seconds: float) -> None:
         without_api()
     if not published or unseen:
         logger.warning(
-            "The Prefect API %s. The UI misses the end of run %s: its result, and %d of its reports in the live table; "
-            "everything is in %s", "does not answer" if away else "is slow", result.run, unseen.reports, result.path,
+            "The Prefect API %s. The UI misses the end of run %s: its result, %d reports in the live table, %d events; "
+            "everything is in %s", "does not answer" if away else "is slow", result.run, unseen.reports, unseen.events,
+            result.path,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, cast
 
 from prefect import task
@@ -84,6 +85,37 @@ def upload_checkpoint(
     )
 
 
+def upload_quietly(report: Report, destination: Destination) -> ReportRecord:
+    """Upload a report of a run without a task run of its own; if it failed, one shows it, in its state and with its reason.
+
+    Raises:
+        UploadFailedError: carries the FAILED record.
+    """
+    config = destination.upload_config
+    try:
+        return upload(report, destination, limit=cross_run_limit(config.concurrency_limit, config.limit_timeout))
+    except UploadFailedError as error:
+        with suppress(Exception):  # it only shows what the history says
+            _failed_upload(checkpoint=report, destination=destination, error=error, return_state=True)
+        raise
+
+
+@task(
+    name="upload-checkpoint",
+    description="An upload that failed; the ones that did not have no task run.",
+    task_run_name=cast("Any", _run_name),
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=0,
+)
+def _failed_upload(checkpoint: Report, destination: Destination, error: UploadFailedError) -> Any:  # noqa: ARG001 - its name says
+    return _failed(error)
+
+
+def _failed(error: UploadFailedError) -> Any:
+    return Failed(name=error.record.state.value.title(), message=str(error.record.reason), data=error)
+
+
 def _in_run(report: Report, destination: Destination) -> ReportRecord:
     """States instead of exceptions: a failed upload is a row of the history, and no stack trace in the trainer's log.
 
@@ -93,10 +125,7 @@ def _in_run(report: Report, destination: Destination) -> ReportRecord:
     try:
         record = upload(report, destination, limit=cross_run_limit(config.concurrency_limit, config.limit_timeout))
     except UploadFailedError as error:
-        return cast(
-            "ReportRecord",
-            Failed(name=error.record.state.value.title(), message=str(error.record.reason), data=error),
-        )
+        return cast("ReportRecord", _failed(error))
     if record.state is ReportState.SKIPPED:
         return cast("ReportRecord", Completed(name="Skipped", message=str(record.reason), data=record))
     return record

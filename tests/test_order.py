@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from helpers import DEADLINE, make_checkpoint, make_config, reasons, states, storage_of
+from helpers import DEADLINE, eventually, make_checkpoint, make_config, reasons, states, storage_of
 
 from ckpt import (
     CheckpointConsistencyMode,
@@ -25,6 +25,7 @@ from ckpt import (
     Run,
     UploadConfig,
     open_run,
+    ordering,
 )
 from ckpt._memory import MemoryStorage
 from ckpt.attempts import Owner, claim
@@ -303,3 +304,22 @@ def test_every_order_of_a_longer_line_publishes_the_same_sequence(count, caplog)
 def failures(number: int, count: int) -> frozenset[int]:
     """The set of reports that the bits of `number` name."""
     return frozenset(seq for seq in range(count) if number >> seq & 1)
+
+
+def test_how_uploads_stand_is_told_while_one_waits(tmp_path, storage_path, caplog, monkeypatch):
+    """One line for all of them, and none where nothing waits."""
+    monkeypatch.setattr(ordering, "TELL_EVERY", 0.05)
+    going = threading.Event()
+
+    def held(checkpoint, name):
+        assert going.wait(DEADLINE)
+        return checkpoint
+
+    config = make_config(storage_path, upload={"max_concurrent_uploads": 1, "max_pending": 3})
+    with caplog.at_level(logging.INFO, "ckpt"), open_run(config) as run:
+        for index in range(3):
+            run.report({"i": index}, make_checkpoint(tmp_path / str(index)), checkpoint_upload_fn=held)
+        eventually(lambda: caplog.text, lambda text: "1 uploading, 2 waiting for a slot" in text)
+        going.set()
+    told = [record.message for record in caplog.records if record.message.startswith("committed 2 ")]
+    assert all(part in told[0] for part in ("MiB in", "queue", "slot", "limit", "verify", "commit "))

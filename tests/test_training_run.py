@@ -11,6 +11,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from prefect.context import FlowRunContext
 from prefect.futures import as_completed
+from prefect.task_runners import ThreadPoolTaskRunner
 
 import ckpt
 from ckpt import (
@@ -25,7 +26,7 @@ from ckpt import (
     UploadConfig,
     report,
 )
-from ckpt.errors import CheckpointsLostError, CorruptCheckpointError, UploadFailedError
+from ckpt.errors import CheckpointsLostError, ConfigError, CorruptCheckpointError, UploadFailedError
 from ckpt_tasks import (
     TrainConfig,
     gather_reports,
@@ -148,6 +149,37 @@ def test_the_trainers_own_exception_wins_and_uploads_are_drained(tmp_path, stora
     left = Result.from_path(f"{storage_path}/digits")
     assert [row.state for row in left.history] == [ReportState.COMMITTED]
     assert "ZeroDivisionError" in str(left.error)
+
+
+def test_with_task_runs_for_failures_only_a_failed_report_shows_with_its_reason(tmp_path, storage_path):
+    """Hundreds of reports stay readable: what went well is in the table, what did not is a task run."""
+
+    def body() -> tuple[Result, object]:
+        config = RunConfig(name="digits", storage_path=storage_path)
+        with training_run(config, task_runs="failures") as run:
+            for index in range(6):
+                fn = broken if index == 4 else None
+                report({"i": index}, make_checkpoint(tmp_path / f"c{index}", {"w": b"x"}), checkpoint_upload_fn=fn)
+        return run.result, FlowRunContext.get().flow_run.id
+
+    state, _ = run_flow(body)
+    result, flow_run_id = state.result()
+    assert [row.state for row in result.history].count(ReportState.COMMITTED) == 5
+    expected = {"gather-reports": "Completed", "publish-result": "Completed", "upload-000004 digits": "Failed"}
+    eventually(lambda: task_runs(flow_run_id), lambda runs: runs == expected)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"task_runs": "some"}, {"task_runs": "failures", "task_runner": ThreadPoolTaskRunner()}]
+)
+def test_a_switch_that_can_never_work_is_refused_before_anything_happens(storage_path, wrong):
+    def body() -> None:
+        with training_run(RunConfig(name="digits", storage_path=storage_path), **wrong):
+            raise AssertionError("not reached")
+
+    state, _ = run_flow(body)
+    with pytest.raises(ConfigError, match="task_run"):
+        state.result()
 
 
 def test_a_retry_of_the_flow_resumes_from_the_newest_commit(tmp_path, storage_path):
