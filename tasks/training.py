@@ -18,6 +18,7 @@ from ckpt import Report, ReportRecord, Result, Run, RunConfig, open_run
 from ckpt.attempts import Owner
 from ckpt.errors import ConfigError, NoActiveRunError
 from ckpt.ordering import ReportLine
+from ckpt.validating import Validation, Verdict
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
 from ckpt_tasks._logging import run_logging
 from ckpt_tasks.deployed import check_deployed_path
@@ -26,6 +27,7 @@ from ckpt_tasks.limits import settle
 from ckpt_tasks.publish import publish_result
 from ckpt_tasks.signals import Stopping, stop_signals
 from ckpt_tasks.upload import upload_checkpoint
+from ckpt_tasks.validate import validate_checkpoint
 from ckpt_tasks.view import RunView
 
 if TYPE_CHECKING:
@@ -73,11 +75,23 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
     def submit(report: Report) -> PrefectFuture[ReportRecord]:
         return uploads.submit(upload_checkpoint, {"checkpoint": report, "destination": opened[0].destination})
 
+    def submit_validation(validation: Validation) -> PrefectFuture[Verdict]:
+        return validations.submit(validate_checkpoint, {"validation": validation})
+
     ordering: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
-    with _terminating() as stopping, run_logging(), _slots_given_back(), _left_in_time(stopping, uploads, ordering):
+    validations: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=config.max_concurrent_validations)
+    runners = (uploads, ordering, validations)
+    with _terminating() as stopping, run_logging(), _slots_given_back(), _left_in_time(stopping, *runners):
         view = RunView(config.name)
         try:
-            with open_run(config, submit, gather=_gather_on(ordering), owner=owner, observers=[view.publish]) as run:
+            with open_run(
+                config,
+                submit,
+                gather=_gather_on(ordering),
+                owner=owner,
+                observers=[view.publish],
+                submit_validation=submit_validation,
+            ) as run:
                 opened.append(run)
                 with stopping.block(run):
                     yield run
