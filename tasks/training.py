@@ -6,9 +6,10 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prefect.context import FlowRunContext, TaskRunContext
@@ -16,9 +17,11 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from ckpt import Report, ReportRecord, Result, Run, RunConfig, open_run
 from ckpt.attempts import Owner
+from ckpt.context import acting_for
 from ckpt.errors import ConfigError, NoActiveRunError
 from ckpt.ordering import ReportLine
 from ckpt.validating import Validation, Verdict
+from ckpt_tasks._aside import aside
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
 from ckpt_tasks._logging import run_logging
 from ckpt_tasks.deployed import check_deployed_path
@@ -41,27 +44,76 @@ _LAST_SECONDS = 1.0
 """What each step of the end gets after a termination signal whose time is used up."""
 
 
-@contextmanager
-def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) -> Iterator[Run]:
+class training_run(AbstractContextManager["Run"], AbstractAsyncContextManager["Run"]):  # noqa: N801 - called like open()
     """Open a run inside a flow or a task: `report()` in the block submits upload tasks under the flow run.
 
     Leaving the block drains, whatever happened in it, then raises what the failure policy says; the block's own
     exception wins. Owns SIGTERM and SIGINT meanwhile (see `ckpt_tasks.signals`), if it is in the main thread: after one,
     the termination is raised, and wins over any other exception: a dying process must not begin a retry.
 
+    In an async flow write `async with`: the run is opened and drained in a thread, and other coroutines go on. A
+    cancellation while it drains gives the uploads `stop_timeout` to finish, and is raised then.
+
     Args:
         config: the run.
         task_runner: for the upload tasks; default: threads, as many as reports may be pending. It belongs to the run: a
             flow's own runner would drop queued uploads at the flow's end.
 
-    Yields:
-        The run; `run.report(...)` is `ckpt.report(...)`, and `run.result` is set after the block.
+    Entering gives the run; `run.report(...)` is `ckpt.report(...)`, and `run.result` is set after the block.
 
     Raises:
         NoActiveRunError: outside a flow or task run.
         RunBusyError, StorageError, ConfigError: the run cannot begin; said before any training.
         CheckpointsLostError: at the end, by the failure policy; carries `.result`.
     """
+
+    def __init__(self, config: RunConfig, task_runner: TaskRunner[Any] | None = None) -> None:
+        self._config, self._runner = config, task_runner
+        self._sync: AbstractContextManager[Run] | None = None
+        self._async: AbstractAsyncContextManager[Run] | None = None
+
+    def __enter__(self) -> Run:
+        self._sync = _entered_here(self._config, self._runner)
+        return self._sync.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._sync is not None
+        return self._sync.__exit__(kind, error, trace)
+
+    async def __aenter__(self) -> Run:
+        self._async = _entered_aside(self._config, self._runner)
+        return await self._async.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._async is not None
+        return await self._async.__aexit__(kind, error, trace)
+
+
+@contextmanager
+def _entered_here(config: RunConfig, task_runner: TaskRunner[Any] | None) -> Iterator[Run]:
+    with _terminating() as stopping, _running(config, task_runner, stopping) as run:
+        yield run
+
+
+@asynccontextmanager
+async def _entered_aside(config: RunConfig, task_runner: TaskRunner[Any] | None) -> AsyncIterator[Run]:
+    with _terminating() as stopping:
+        async with aside(_running(config, task_runner, stopping), _stop) as run:
+            with acting_for(run):  # in this coroutine and what it starts
+                yield run
+
+
+def _stop(run: Run) -> None:
+    run.request_stop()
+
+
+@contextmanager
+def _running(config: RunConfig, task_runner: TaskRunner[Any] | None, stopping: Stopping) -> Iterator[Run]:
+    """The run, in the thread that opens and drains it; the signals are another's."""
     owner = _owner()
     check_deployed_path(config.storage_path, "storage_path")
     if task_runner is not None and not isinstance(task_runner, ThreadPoolTaskRunner):
@@ -81,7 +133,7 @@ def training_run(config: RunConfig, task_runner: TaskRunner[Any] | None = None) 
     ordering: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
     validations: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=config.max_concurrent_validations)
     runners = (uploads, ordering, validations)
-    with _terminating() as stopping, run_logging(), _slots_given_back(), _left_in_time(stopping, *runners):
+    with run_logging(), _slots_given_back(), _left_in_time(stopping, *runners):
         view = RunView(config.name)
         try:
             with open_run(
