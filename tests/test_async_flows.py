@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from helpers import DEADLINE, eventually, make_checkpoint, states
 from prefect import allow_failure, flow
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt import CheckpointUploadMode, Result, RunConfig, get_checkpoint, get_context, report
 from ckpt.errors import CheckpointNotFoundError, CheckpointsLostError

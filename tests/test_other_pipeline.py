@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from helpers import DEADLINE, content
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt import Checkpoint
 
@@ -34,7 +33,7 @@ def python(project: Path, *arguments: str, **env: str) -> str:
     return done.stdout
 
 
-def test_a_nightly_export_uploads_verifies_and_restores_its_tables(project, tmp_path, prefect_server):  # noqa: F811
+def test_a_nightly_export_uploads_verifies_and_restores_its_tables(project, tmp_path, prefect_server):
     """Two tables are uploaded whole, the empty one is a row with its reason, and what was uploaded is what was exported."""
     destination = str(tmp_path / "exports")
     out = python(project, "-m", "flows.nightly_export", destination, PREFECT_API_URL=prefect_server)

@@ -10,7 +10,6 @@ import pytest
 from helpers import content, make_checkpoint
 from prefect import allow_failure, flow
 from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt import Checkpoint, KeepLast, Result, RunConfig, open_run
 from ckpt.errors import CheckpointNotFoundError, UploadFailedError, UploadFunctionError
@@ -122,7 +121,7 @@ def pipeline(root: Path) -> dict[str, Any]:
         ),
     ],
 )
-def seen(request, tmp_path_factory, prefect_server):  # noqa: F811
+def seen(request, tmp_path_factory, prefect_server):
     root = tmp_path_factory.mktemp(request.param)
     with open_run(RunConfig(name="run", storage_path=root / "runs")) as run:
         for n in range(3):
