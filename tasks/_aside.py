@@ -60,6 +60,6 @@ async def _done(future: asyncio.Future[Any], cancelled: Callable[[], None]) -> A
             except asyncio.CancelledError as error:
                 interruption = error
                 cancelled()
-    if interruption is not None:
-        raise interruption
-    return future.result()
+    if interruption is None:
+        return future.result()
+    raise interruption from future.exception()  # asked for also because asyncio complains of errors that nobody looks at

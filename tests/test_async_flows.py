@@ -166,8 +166,9 @@ def test_a_cancellation_during_the_drain_gives_uploads_the_stop_timeout(tmp_path
         training = asyncio.create_task(train())
         await asyncio.to_thread(eventually, lambda: bool(runs) and runs[0]._closed, bool)
         training.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError) as caught:
             await training
+        assert isinstance(caught.value.__cause__, CheckpointsLostError)
 
     run_async(body)
     held.open.set()
