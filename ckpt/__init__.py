@@ -6,7 +6,7 @@ The only public path of the library; the modules behind it may move. Works witho
 
 from ckpt import errors
 from ckpt.checkpoint import Checkpoint
-from ckpt.config import CheckpointConfig, FailurePolicy, RunConfig, UploadConfig
+from ckpt.config import CheckpointConfig, FailurePolicy, RunConfig, UploadConfig, ValidationTaskConfig
 from ckpt.context import (
     CheckpointConsistencyMode,
     ReportedCheckpoint,
@@ -63,6 +63,7 @@ __all__ = [
     "Totals",
     "TrainContext",
     "UploadConfig",
+    "ValidationTaskConfig",
     "checkpoint_dir",
     "committed",
     "errors",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ckpt.calling import name_of
 from ckpt.credentials import Credentials, check_credentials, check_storage_options
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, MetricsError
 from ckpt.layout import check_run_name
+from ckpt.metrics import freeze_metrics
 from ckpt.retention import KeepAll, KeepBest, KeepLast, RetentionPolicy, ScoreOrder
 from ckpt.storage import normalize_uri
 
@@ -134,6 +137,50 @@ class FailurePolicy:
             raise ConfigError(f"red_on={self.red_on!r} must be 'lost', 'any' or 'nothing'")
 
 
+VALIDATION_TIMEOUT = 3600.0
+"""Seconds that a validation may take if nobody says another time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationTaskConfig:
+    """How one checkpoint is validated: for all of a run in `RunConfig`, or in `report(validation=...)` for one of them."""
+
+    fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, plain JSON values: they are in the manifest, so that the next attempt knows."""
+    timeout_s: float | None = None
+    """Seconds that it may take; None: as the run says, and 3600 where that says nothing."""
+
+    def __post_init__(self) -> None:
+        _check_type(self, "fn_kwargs", Mapping)
+        try:
+            object.__setattr__(self, "fn_kwargs", freeze_metrics(self.fn_kwargs))
+        except MetricsError as error:
+            raise ConfigError(
+                f"fn_kwargs={dict(self.fn_kwargs)!r:.200} cannot be written into a manifest: {error}"
+            ) from error
+        if self.timeout_s is not None:
+            _check_seconds(self, "timeout_s")
+
+    def over(self, default: ValidationTaskConfig) -> ValidationTaskConfig:
+        """These settings, and the default's where they say nothing."""
+        timeout = default.timeout_s if self.timeout_s is None else self.timeout_s
+        return replace(self, fn_kwargs={**default.fn_kwargs, **self.fn_kwargs}, timeout_s=timeout)
+
+    def to_json(self, fn: Callable[..., Any]) -> dict[str, Any]:
+        """What a manifest says was asked; `fn` by name, for people."""
+        timeout = VALIDATION_TIMEOUT if self.timeout_s is None else self.timeout_s
+        return {"fn": name_of(fn), "fn_kwargs": dict(self.fn_kwargs), "timeout_s": timeout}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> ValidationTaskConfig:
+        """Read what `to_json` gave.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        return cls(fn_kwargs=body.get("fn_kwargs", {}), timeout_s=body.get("timeout_s"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One run: a name under a storage path, and how it is carried out."""
@@ -156,8 +203,12 @@ class RunConfig:
     """Seconds from a termination signal to the end; Prefect kills after 30."""
     staging_dir: str | os.PathLike[str] | None = None
     """Where reported directories wait for their upload, best on the file system that checkpoints are saved to."""
-    validation_fn: Callable[..., Mapping[str, Any]] | None = None
-    """Not available yet: evaluate committed checkpoints with `record_evaluation` from outside the run."""
+    validation_fn: Callable[..., Any] | None = None
+    """`fn(checkpoint, **fn_kwargs) -> metrics`, called for each committed checkpoint that was reported with `validation`."""
+    validation_task_config: ValidationTaskConfig = field(default_factory=ValidationTaskConfig)
+    """Its arguments and deadline, unless a report says others."""
+    max_concurrent_validations: int = 1
+    """Checkpoints validated at once; the others wait, in the order of their reports."""
     lease_time: float = 60.0
     """Seconds of silence after which another driver may take the run over."""
 
@@ -179,8 +230,44 @@ class RunConfig:
                 f"resume={self.resume!r} must be 'latest', 'best', 'must', 'none', or a reference such as '@12' or "
                 "'<storage>/<run>@best'"
             )
+        _check_type(self, "validation_task_config", ValidationTaskConfig)
+        _check_int(self, "max_concurrent_validations")
         if self.validation_fn is not None:
-            raise ConfigError("validation_fn is not available yet: use record_evaluation() from outside the run")
+            _check_validation_fn(self.validation_fn)
+
+    def asked(self, validation: bool | ValidationTaskConfig) -> dict[str, Any] | None:  # noqa: FBT001 - as report() takes it
+        """What `report(validation=...)` asks for, for the manifest; None: nothing.
+
+        Raises:
+            ConfigError: the run has no function for it, or the function does not take the arguments.
+        """
+        if not isinstance(validation, bool | ValidationTaskConfig):
+            raise ConfigError(f"validation={validation!r} must be True, False or a ValidationTaskConfig")
+        if validation is False:
+            return None
+        if self.validation_fn is None:
+            raise ConfigError(
+                "validation was asked for, and the run has no function for it: set RunConfig(validation_fn=...)"
+            )
+        default = self.validation_task_config
+        task = default if validation is True else validation.over(default)
+        _check_takes(self.validation_fn, task.fn_kwargs)
+        return task.to_json(self.validation_fn)
+
+
+def _check_validation_fn(fn: object) -> None:
+    if not callable(fn):
+        raise ConfigError(f"validation_fn={fn!r} must be callable: fn(checkpoint, **fn_kwargs) -> metrics")
+
+
+def _check_takes(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(fn).bind(None, **kwargs)
+    except TypeError as error:
+        given = "".join(f", {name}=..." for name in kwargs)
+        raise ConfigError(f"validation_fn {name_of(fn)} must take (checkpoint{given}): {error}") from error
+    except ValueError:
+        pass  # a builtin without a signature
 
 
 def _check_type(config: Any, name: str, *kinds: type) -> None:

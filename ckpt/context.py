@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.checkpoint import Checkpoint
+from ckpt.config import ValidationTaskConfig
 from ckpt.errors import NoActiveRunError
 from ckpt.layout import check_relative, location_of
 from ckpt.metrics import Metrics
@@ -32,15 +33,23 @@ class CheckpointConsistencyMode(enum.Enum):
     COMMITTED = "committed"
     """Every report made so far is published."""
     VALIDATED = "validated"
-    """The same, and nothing is being validated any more."""
+    """The same, and every validation asked for is over."""
+
+    @property
+    def waits_for_validation(self) -> bool:
+        """Whether it waits for verdicts as well."""
+        return self is CheckpointConsistencyMode.VALIDATED
 
 
 class ReportedCheckpointStatus(enum.Enum):
     """How far a reported checkpoint is."""
 
     COMMITTED = "committed"
+    """No validation was asked for."""
     PENDING_VALIDATION = "pending_validation"
+    """Asked for, and not over."""
     VALIDATED = "validated"
+    """Its metrics are among the checkpoint's."""
     VALIDATION_TIMEOUT = "validation_timeout"
     VALIDATION_FAILED = "validation_failed"
 
@@ -169,7 +178,7 @@ def report(
     checkpoint_upload_mode: CheckpointUploadMode | None = None,
     delete_local_checkpoint_after_upload: bool | None = None,
     checkpoint_upload_fn: UploadFn | None = None,
-    validation: bool = False,
+    validation: bool | ValidationTaskConfig = False,
 ) -> ReportHandle:
     """Report metrics, and a checkpoint if there is one, to the active run; the upload happens in the background.
 
@@ -184,7 +193,8 @@ def report(
         checkpoint_upload_mode: ASYNC, SYNC or NO_UPLOAD. Left out: as ASYNC, and nothing local is deleted.
         delete_local_checkpoint_after_upload: default: True for a named ASYNC, else False.
         checkpoint_upload_fn: `fn(checkpoint, checkpoint_dir_name) -> Checkpoint` instead of the default upload.
-        validation: not available yet.
+        validation: True: once it is committed, `RunConfig.validation_fn` is called on it in the background, and the metrics it
+            returns are added to the checkpoint's; a `ValidationTaskConfig` gives arguments and a deadline of its own.
 
     Returns:
         A handle with `.seq`, `.state` and `.wait(timeout)`.

@@ -13,6 +13,7 @@
     ├── CorruptCheckpointError (OSError)         a checkpoint that is not what its manifest says
     ├── CommittedError (FileExistsError)         an attempt to change what is committed
     ├── UploadFailedError (RuntimeError)         one report's upload did not end in a commit
+    ├── ValidationFailedError (RuntimeError)     one checkpoint's validation did not give metrics
     ├── UploadFunctionError (TypeError)          a `checkpoint_upload_fn` broke its contract
     ├── CheckpointsLostError (RuntimeError)      the run ended, and the failure policy calls it red
     ├── TooManyFailuresError (RuntimeError)      `stop_after` failures in a row
@@ -40,6 +41,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt.records import ReportRecord
     from ckpt.result import Result
+    from ckpt.validating import Verdict
 
 
 class CkptError(Exception):
@@ -103,6 +105,22 @@ class UploadFailedError(CkptError, RuntimeError):
 
     def __str__(self) -> str:
         return f"report {self.record.seq} ({self.record.name}) is {self.record.state.value}: {self.record.reason}"
+
+
+class ValidationFailedError(CkptError, RuntimeError):
+    """A checkpoint whose validation did not give metrics; it ends nothing, and the checkpoint stays.
+
+    Args:
+        verdict: as it is noted; `verdict.reason` tells why.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict)
+        self.verdict = verdict
+
+    def __str__(self) -> str:
+        verdict = self.verdict
+        return f"checkpoint {verdict.commit.seq}: {verdict.status.value}: {verdict.reason}"
 
 
 class UploadFunctionError(CkptError, TypeError):

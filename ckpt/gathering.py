@@ -56,7 +56,9 @@ def prune(
     credentials: Credentials | None = None,
     storage_options: dict[str, object] | None = None,
 ) -> list[Checkpoint]:
-    """Delete the checkpoints of a run that a policy does not keep; latest, best and pinned ones stay whatever it says.
+    """Delete the checkpoints of a run that a policy does not keep.
+
+    Latest, best, pinned and not yet validated ones stay whatever it says.
 
     It claims an attempt first, as a new driver would, so that it never works beside a living one.
 
@@ -83,7 +85,9 @@ def prune(
             )
             for item in by_id.values()
         ]
-        gone = evicted(candidates, retention, _protected(files.score_attribute, files.score_order, candidates, found))
+        protected = _protected(files.score_attribute, files.score_order, candidates, found)
+        protected |= {item.id for item in by_id.values() if notes.awaits_validation(item)}
+        gone = evicted(candidates, retention, protected)
         for commit in gone:
             attempt.check_fence()
             delete_checkpoint(files.storage, commit, _reference_record(files.checkpoint(by_id[commit]), commit))

@@ -142,6 +142,8 @@ class Live:
     staging: Staging | None = None
     locations: Locations = field(default_factory=Locations)
     flights: dict[int, Flight] = field(default_factory=dict)
+    validating: dict[int, Flight] = field(default_factory=dict)
+    """Validations under way, by the seq of their checkpoint; `abort` leaves them alone."""
 
     def flight(self, seq: int) -> Flight:
         """The report's flight; made on first use."""

@@ -51,6 +51,8 @@ class Manifest:
     metrics: Metrics = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's own."""
+    validation: Mapping[str, Any] | None = None
+    """How the checkpoint is to be validated, if that was asked for: so that a next attempt can do it."""
     run: str = ""
     run_id: str = ""
     nonce: str = ""
@@ -121,7 +123,8 @@ _ABSOLUTE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.-]*://")
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "seq": (int,), "attempt": (int,), "name": (str,), "location": (str,), "metrics": (dict,), "metadata": (dict,),
     "run": (str,), "run_id": (str,), "nonce": (str,), "uploaded_by": (str,), "created": (int, float),
-    "committed": (int, float), "versions": (dict,), "git_commit": (str, NoneType), "state": (str,), "reason": (str,),
+    "committed": (int, float), "versions": (dict,), "git_commit": (str, NoneType), "validation": (dict, NoneType),
+    "state": (str,), "reason": (str,),
     "size": (int,), "mode": (int,), "digest": (str, NoneType),
 }  # fmt: skip
 """What the fields of a commit object are, in JSON."""

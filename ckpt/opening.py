@@ -34,6 +34,7 @@ from ckpt.staging import Staging, staging_candidates
 from ckpt.storage import Storage, join_uri, normalize_uri, open_storage
 from ckpt.transferring import sweep_uploads
 from ckpt.uploading import upload
+from ckpt.validating import SubmitValidation, Validation, Validations, Verdict, validate
 
 logger = logging.getLogger("ckpt")
 
@@ -46,6 +47,7 @@ def open_run(
     gather: Gather | None = None,
     owner: Owner | None = None,
     observers: list[Observer] | None = None,
+    submit_validation: SubmitValidation | None = None,
 ) -> Iterator[Run]:
     """Open a run without Prefect: report inside the block; leaving it drains, then raises what the failure policy says.
 
@@ -56,6 +58,7 @@ def open_run(
         gather: starts the ordering task; default: a daemon thread.
         owner: who claims the run; default: this process.
         observers: told of every published record, in order.
+        submit_validation: starts one validation, which must run `ckpt.validating.validate(validation)`; default: threads.
 
     Yields:
         The run, active for `ckpt.report` and the other functions; `run.result` after the block.
@@ -67,7 +70,8 @@ def open_run(
         CheckpointsLostError: at the end, by the failure policy; carries `.result`. The block's own exception wins.
     """
     with ExitStack() as stack:
-        run = _start(config, submit, replace(owner or Owner(), lease_time=config.lease_time), observers or [], stack)
+        claimant = replace(owner or Owner(), lease_time=config.lease_time)
+        run = _start(config, submit, submit_validation, claimant, observers or [], stack)
         run.begin(gather or _gather_in_thread)
         error: BaseException | None = None
         try:
@@ -91,7 +95,14 @@ def finish(run: Run, error: BaseException | None) -> None:
         logger.exception("run %s could not be drained", run.config.name)
 
 
-def _start(config: RunConfig, submit: Submit | None, owner: Owner, observers: list[Observer], stack: ExitStack) -> Run:
+def _start(
+    config: RunConfig,
+    submit: Submit | None,
+    submit_validation: SubmitValidation | None,
+    owner: Owner,
+    observers: list[Observer],
+    stack: ExitStack,
+) -> Run:
     root = _storage_root(config)
     uri = join_uri(root, config.name)
     storage = _open(config, uri)
@@ -120,9 +131,12 @@ def _start(config: RunConfig, submit: Submit | None, owner: Owner, observers: li
     publisher = _publisher(config, storage, attempt, start)
     publisher.observers.extend(observers)
     publisher.latest = restored(config, storage, start)
+    run = Run(config, destination, live, publisher, submit or _pool(destination, config, stack), start.first_seq)
+    if config.validation_fn is not None:
+        submit_validation = submit_validation or _validation_pool(config, stack)
+        run.validates(Validations(destination, config, submit_validation, run.line.answer))
     adopt(publisher, live, found, start.first_seq)
     logger.info("%s", describe_start(config, start, found))
-    run = Run(config, destination, live, publisher, submit or _pool(destination, config, stack), start.first_seq)
     run_of.append(run)
     return run
 
@@ -178,6 +192,16 @@ def _pool(destination: Destination, config: RunConfig, stack: ExitStack) -> Subm
 
     def submit(report: Report) -> Future[ReportRecord]:
         return pool.submit(contextvars.copy_context().run, upload, report, destination)
+
+    return submit
+
+
+def _validation_pool(config: RunConfig, stack: ExitStack) -> SubmitValidation:
+    bound = config.max_concurrent_validations
+    pool = stack.enter_context(ThreadPoolExecutor(bound, thread_name_prefix="ckpt-validation"))
+
+    def submit(validation: Validation) -> Future[Verdict]:
+        return pool.submit(contextvars.copy_context().run, validate, validation)
 
     return submit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import queue
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from ckpt.calling import PASS_THROUGH
 from ckpt.config import UploadConfig
 from ckpt.errors import FencedError, FormatError, StorageError, UploadFailedError
 from ckpt.inflight import Live
@@ -16,7 +18,7 @@ from ckpt.manifest import Manifest, Tombstone
 from ckpt.publishing import FLUSH_INTERVAL, Publisher
 from ckpt.records import Pending, Report, ReportRecord, ReportState, Timings
 from ckpt.result import Result
-from ckpt.upload_functions import PASS_THROUGH
+from ckpt.validating import Verdict
 
 logger = logging.getLogger("ckpt")
 
@@ -86,8 +88,19 @@ class Reported:
         )  # fmt: skip
 
 
+class _Signal(enum.Enum):
+    """What else may come along the line."""
+
+    CLOSED = enum.auto()
+    """No more reports come."""
+    LOOK = enum.auto()
+    """Nothing; whether to wait any longer may have changed."""
+
+
 class ReportLine:
     """The line of reports in order; the trainer's thread appends, the ordering task takes.
+
+    Verdicts of validations come along it too, and are published in between: what is kept changes in one thread only.
 
     Args:
         publisher: makes them public.
@@ -97,7 +110,7 @@ class ReportLine:
 
     def __init__(self, publisher: Publisher, live: Live, config: UploadConfig) -> None:
         self.publisher, self.live, self.config = publisher, live, config
-        self._queue: queue.SimpleQueue[Reported | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Reported | Verdict | _Signal] = queue.SimpleQueue()
         self.told = 0.0
         """Monotonic seconds of the last line about uploads that wait."""
         self.error: BaseException | None = None
@@ -107,21 +120,35 @@ class ReportLine:
         """Append the next report."""
         self._queue.put(reported)
 
+    def answer(self, verdict: Verdict) -> None:
+        """Append how a validation ended."""
+        self._queue.put(verdict)
+
     def close(self, error: BaseException | None = None) -> None:
         """No more reports come; the rest is drained."""
         self.error = error
-        self._queue.put(None)
+        self._queue.put(_Signal.CLOSED)
+
+    def leave_validations(self) -> None:
+        """Drain without waiting for validations any longer."""
+        self.publisher.leave_validations()
+        self._queue.put(_Signal.LOOK)
 
     def __iter__(self) -> Iterator[Reported]:
-        while True:
+        """The reports, until the line is closed and nothing is being validated any more."""
+        closed = False
+        while not closed or self.publisher.validating:
             try:
                 item = self._queue.get(timeout=self.publisher.next_flush())
             except queue.Empty:
                 self.publisher.flush_if_due()
                 continue
-            if item is None:
-                return
-            yield item
+            if isinstance(item, Reported):
+                yield item
+            elif isinstance(item, Verdict):
+                self.publisher.validated(item)
+            else:
+                closed = closed or item is _Signal.CLOSED
 
 
 def gather(line: ReportLine) -> Result:
@@ -141,7 +168,8 @@ def gather(line: ReportLine) -> Result:
             waited = max(0.0, time.monotonic() - reported.done_at)
             record = replace(record, timings=replace(record.timings, order_wait=waited))
         reported.final = record
-        line.publisher.publish(record, handled=reported.report.mode.waits)
+        report = reported.report
+        line.publisher.publish(record, handled=report.mode.waits, asked=report.validation)
         reported.settled.set()
     return line.publisher.finish(line.error)
 

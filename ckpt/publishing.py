@@ -6,15 +6,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ckpt._json import encode
 from ckpt.attempts import Attempt
 from ckpt.checkpoint import Checkpoint
 from ckpt.commits import Lineage, Start, read_lineage
 from ckpt.config import FailurePolicy
-from ckpt.errors import CheckpointsLostError, FencedError, FormatError, StorageError
+from ckpt.context import ReportedCheckpointStatus
+from ckpt.errors import CheckpointsLostError, ConfigError, FencedError, FormatError, StorageError
 from ckpt.history import History, Refer, commit_of, write_segment
 from ckpt.layout import CHECKPOINTS, FORMAT, RESULT, CommitId
 from ckpt.manifest import Manifest
@@ -23,14 +25,21 @@ from ckpt.records import ReportRecord, ReportState
 from ckpt.result import Result, Totals
 from ckpt.retention import Candidate, KeepAll, RetentionPolicy, ScoreOrder, evicted, rank
 from ckpt.storage import Storage, join_uri
+from ckpt.validating import Verdict, status_of
 
 logger = logging.getLogger("ckpt")
 
 FLUSH_INTERVAL = 1.0
 """Seconds that a published row may wait for its history segment; a failure is flushed at once."""
 
+_PENDING = ReportedCheckpointStatus.PENDING_VALIDATION
+
 Observer = Callable[[ReportRecord], None]
 """Told of each record as it is published; must not block."""
+
+
+Ask = Callable[[CommitId, Checkpoint, Mapping[str, Any]], None]
+"""Has a committed checkpoint validated, as its manifest says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +92,10 @@ class Publisher:
         self._flush_due: float | None = None
         self._kept: dict[CommitId, tuple[Candidate, ReportRecord]] = {}
         self._notes = Notes(self._objects)
+        self._validation: dict[CommitId, ReportedCheckpointStatus] = {}
+        """How far those retained checkpoints are whose validation was asked for."""
+        self._validating: set[CommitId] = set()
+        """Those whose verdict this attempt waits for."""
         self._pruner = Pruner(storage, attempt)
         self._streak = _Streak()
         self._last: ReportRecord | None = None
@@ -93,6 +106,8 @@ class Publisher:
         self._replaced = False
         """Whether a write found a newer attempt."""
         self.observers: list[Observer] = []
+        self.ask: Ask | None = None
+        """None: this attempt validates nothing, and keeps what waits for it."""
         self.latest: Checkpoint | None = None
         """The newest published checkpoint; the restored one at first."""
         self.published = start.first_seq
@@ -123,6 +138,15 @@ class Publisher:
             kept = list(self._kept.values())
         return [replace(record, metrics=dict(candidate.metrics)) for candidate, record in kept]
 
+    def status(self, record: ReportRecord) -> ReportedCheckpointStatus:
+        """How far a retained checkpoint is."""
+        return self._validation.get(commit_of(record), ReportedCheckpointStatus.COMMITTED)
+
+    @property
+    def validating(self) -> bool:
+        """Whether verdicts are to be waited for."""
+        return bool(self._validating) and not self.fenced
+
     @property
     def fenced(self) -> bool:
         """Whether another driver owns the run now."""
@@ -143,8 +167,7 @@ class Publisher:
             unpublished: rows that nobody had published.
             earlier: every row of the run so far, those included, in seq order: gaps of earlier attempts carry on.
         """
-        for record in retained:
-            self._keep(record)
+        self._adopt_kept(retained)
         for record in earlier:
             self._totals = self._totals.plus(record)
             self._judge(record)
@@ -155,12 +178,30 @@ class Publisher:
         for record in unpublished:
             self._observe(record)
 
-    def publish(self, record: ReportRecord, *, handled: bool = False) -> None:
+    def _adopt_kept(self, retained: Sequence[ReportRecord]) -> None:
+        """What stays; validations that were asked for and not done are done now, if this attempt can."""
+        asked = [None if record.checkpoint is None else record.checkpoint.manifest.validation for record in retained]
+        if any(asked):
+            self._notes.refresh()
+        for record, validation in zip(retained, asked, strict=True):
+            self._keep(record, validation)
+        if self.ask is None and (waiting := self._waiting()):
+            logger.warning(
+                "this attempt has no validation_fn; what waits for its validation is kept until then: checkpoints %s",
+                waiting,
+            )
+
+    def _waiting(self) -> str:
+        """Seqs of the checkpoints without a verdict; for people."""
+        return ", ".join(str(commit.seq) for commit in self._validation if self._notes.verdict(commit) is None)
+
+    def publish(self, record: ReportRecord, *, handled: bool = False, asked: Mapping[str, Any] | None = None) -> None:
         """Make the next report public: history, retention, observers.
 
         Args:
             record: final, and of the next seq.
             handled: its failure was raised in the trainer's own call, which went on.
+            asked: how it is to be validated, if it was committed.
         """
         record = replace(record, handled=handled and record.state is ReportState.FAILED)
         self._totals = self._totals.plus(record)
@@ -171,7 +212,7 @@ class Publisher:
         if self._flush_due is None:
             self._flush_due = time.monotonic() + FLUSH_INTERVAL
         if record.checkpoint is not None:
-            self._keep(record)
+            self._keep(record, asked)
             self.latest = record.checkpoint
         if record.state not in (ReportState.COMMITTED, ReportState.SKIPPED):
             logger.warning("report %d %s is %s: %s", record.seq, record.name, record.state.value, record.reason)
@@ -206,6 +247,8 @@ class Publisher:
         self._pruner.close()
         result = self._result(error)
         self._write_result(result)
+        if waiting := self._waiting():
+            logger.warning("validation is left for the next attempt: checkpoints %s", waiting)
         return result
 
     def hurry(self) -> None:
@@ -254,13 +297,56 @@ class Publisher:
         ranked = rank(as_candidates, attribute, self._retention.score_order)
         return bool(ranked) and ranked[0].id == commit_of(lost)
 
-    def _keep(self, record: ReportRecord) -> None:
+    def _keep(self, record: ReportRecord, asked: Mapping[str, Any] | None = None) -> None:
         """Remember a checkpoint without its manifest: what is remembered must not grow with the number of files."""
         commit = commit_of(record)
         candidate = Candidate(id=commit, metrics=record.metrics, created=record.created)
         checkpoint = record.checkpoint and self.refer(record.checkpoint.uri, join_uri(self._storage.uri, commit.key))
         with self._advanced:
             self._kept[commit] = (candidate, replace(record, checkpoint=checkpoint))
+        if asked is not None:
+            self._keep_for_validation(record, asked)
+
+    def _keep_for_validation(self, record: ReportRecord, asked: Mapping[str, Any]) -> None:
+        commit = commit_of(record)
+        with self._advanced:
+            status = self._validation[commit] = status_of(self._notes.verdict(commit))
+            ask = self.ask if status is _PENDING else None
+            if ask is None or record.checkpoint is None:
+                return
+            self._validating.add(commit)
+        try:
+            ask(commit, record.checkpoint, asked)
+        except ConfigError as error:  # a manifest that somebody else wrote
+            logger.warning("Passing over the validation of checkpoint %d: %s", commit.seq, error)
+            self._validating.discard(commit)
+
+    def validated(self, verdict: Verdict) -> None:
+        """Take a verdict in: its metrics rank from now on, and retention need not wait for it any longer."""
+        commit = verdict.commit
+        if verdict.reason is not None:
+            logger.warning("validation of checkpoint %d: %s: %s", commit.seq, verdict.status.value, verdict.reason)
+        else:
+            logger.info("validated %d in %.2f s: %s", commit.seq, verdict.seconds, verdict.metrics)
+        with self._advanced:
+            self._validation[commit] = verdict.status
+            candidate, record = self._kept[commit]
+            self._kept[commit] = (replace(candidate, metrics={**candidate.metrics, **verdict.metrics}), record)
+            self._validating.discard(commit)
+            self._advanced.notify_all()
+        self._prune()
+
+    def wait_validated(self, timeout: float | None) -> bool:
+        """Wait until no verdict is waited for; False if `timeout` seconds were not enough."""
+        with self._advanced:
+            return self._advanced.wait_for(lambda: not self.validating, timeout)
+
+    def leave_validations(self) -> None:
+        """Wait for no verdict any longer: the next attempt does what is not done."""
+        with self._advanced:
+            self.ask = None
+            self._validating.clear()
+            self._advanced.notify_all()
 
     def _candidates(self) -> list[Candidate]:
         return [candidate for candidate, _ in self._kept.values()]
@@ -281,10 +367,12 @@ class Publisher:
         for commit in gone:
             with self._advanced:
                 _, record = self._kept.pop(commit)
+                self._validation.pop(commit, None)
             self._pruner.prune(commit, record)
 
     def _evicted(self) -> list[CommitId]:
         protected = {commit for commit in (self.best, self._origin()) if commit is not None}
+        protected |= {commit for commit, status in self._validation.items() if status is _PENDING}
         try:
             return evicted(self._candidates(), self._retention.policy, protected)
         except Exception:

@@ -113,6 +113,8 @@ class Report:
     """Where the default persist puts the files, relative to the destination's root."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's own, into the manifest."""
+    validation: Mapping[str, Any] | None = None
+    """How it is to be validated once it is committed, as the manifest says it; None: not at all."""
     created: float = field(default_factory=time.time)
     """Unix seconds of the call."""
     submitted: float = field(default_factory=time.monotonic)

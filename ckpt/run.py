@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.checkpoint import Checkpoint
-from ckpt.config import RunConfig
+from ckpt.config import RunConfig, ValidationTaskConfig
 from ckpt.context import CheckpointConsistencyMode, ReportedCheckpoint, StorageContext, TrainContext, acting_for
 from ckpt.credentials import redact
 from ckpt.errors import (
@@ -36,6 +36,7 @@ from ckpt.staging import Source, scan
 from ckpt.storage import join_uri
 from ckpt.submitting import Submitter
 from ckpt.upload_functions import check_upload_fn, freeze_function
+from ckpt.validating import Validations
 
 logger = logging.getLogger("ckpt")
 
@@ -122,6 +123,7 @@ class Run:
         self._live = live
         self._submit = submit
         self._submitter = Submitter(self.line, self._start, self._refused, self._left)
+        self._validations: Validations | None = None
         self._ordering: Pending[Result] | None = None
         self._next_seq = first_seq
         self._uses: dict[str, int] = {}
@@ -166,28 +168,43 @@ class Run:
         consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED,
         timeout_s: float | None = None,
     ) -> list[ReportedCheckpoint]:
-        """See `ckpt.get_all_reported_checkpoints`; nothing is validated inside a run yet, so both modes are the same."""
+        """See `ckpt.get_all_reported_checkpoints`."""
         if not isinstance(consistency_mode, CheckpointConsistencyMode):
             raise ConfigError(f"consistency_mode={consistency_mode!r} must be a CheckpointConsistencyMode")
         timeout = _PUBLISH_TIMEOUT if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout
         if not self.publisher.wait_published(self._next_seq, timeout):
             logger.warning("get_all_reported_checkpoints: not every report is published after %.0f s", timeout)
+        elif consistency_mode.waits_for_validation and not self.publisher.wait_validated(deadline - time.monotonic()):
+            logger.warning("get_all_reported_checkpoints: validations are still under way after %.0f s", timeout)
         return [
-            ReportedCheckpoint(checkpoint=record.checkpoint, metrics=record.metrics)
+            ReportedCheckpoint(
+                checkpoint=record.checkpoint, metrics=record.metrics, status=self.publisher.status(record)
+            )
             for record in self.publisher.retained()
             if record.checkpoint is not None
         ]
 
     def request_stop(self) -> None:
-        """Ask the training to stop; `stop_requested()` says so from the next report on."""
+        """Ask the training to stop; `stop_requested()` says so from the next report on.
+
+        Validations are not waited for from now on: the next attempt does those that are not over.
+        """
         self._stop.since = self._stop.since or time.monotonic()
         self._stop.asked.set()
+        self._stop_validations()
 
     def abort(self, reason: str) -> None:
         """End every upload that is not done, and later ones too; they become FAILED or SKIPPED with this reason."""
         self._stop.aborted = reason
         self._live.abort(reason)
         self.publisher.hurry()
+        self._stop_validations()
+
+    def _stop_validations(self) -> None:
+        if self._validations is not None:
+            self._validations.stop()
+            self.line.leave_validations()
 
     def time_left(self) -> float | None:
         """Seconds until the end, if a stop was requested: what is left of `stop_timeout`; None: no limit."""
@@ -223,7 +240,7 @@ class Run:
         checkpoint_upload_mode: CheckpointUploadMode | None = None,
         delete_local_checkpoint_after_upload: bool | None = None,
         checkpoint_upload_fn: UploadFn | None = None,
-        validation: bool = False,
+        validation: bool | ValidationTaskConfig = False,
     ) -> ReportHandle:
         """See `ckpt.report`."""
         began = time.monotonic()
@@ -279,7 +296,7 @@ class Run:
         mode: CheckpointUploadMode | None,
         delete: bool | None,
         fn: UploadFn | None,
-        validation: bool,
+        validation: bool | ValidationTaskConfig,
     ) -> Report:
         """Everything that can be validated, validated; nothing has happened yet if this raises."""
         if mode is not None and not isinstance(mode, CheckpointUploadMode):
@@ -291,12 +308,9 @@ class Run:
                 f"checkpoint must be a ckpt.Checkpoint, not {type(checkpoint).__name__}: "
                 "use Checkpoint.from_directory(path) or Checkpoint(uri)"
             )
-        if validation:
-            raise ConfigError(
-                "validation=True is not available yet: evaluate committed checkpoints with record_evaluation()"
-                if checkpoint is not None
-                else "validation needs a checkpoint"
-            )
+        if validation is not False and checkpoint is None:
+            raise ConfigError("validation needs a checkpoint: report one with it")
+        asked = self.config.asked(validation)
         chosen = mode or CheckpointUploadMode.ASYNC
         delete_local = delete if delete is not None else (mode is not None and mode.deletes_local)
         seq = self._next_seq
@@ -311,6 +325,7 @@ class Run:
             delete_local=delete_local and chosen.moves_bytes,
             upload_fn=None if fn is None else freeze_function(check_upload_fn(fn)),
             metadata={} if checkpoint is None else checkpoint.pending_metadata,
+            validation=asked,
         )
         return draft if checkpoint is None else self._with_source(draft, checkpoint)
 
@@ -467,14 +482,23 @@ class Run:
             reason=reason, created=report.created, timings=Timings(stall=report.stall),
         )  # fmt: skip
 
+    def validates(self, validations: Validations) -> None:
+        """Have checkpoints validated that were reported for it; said before anything is published."""
+        self._validations = validations
+        self.publisher.ask = validations.ask
+
     def begin(self, gather: Gather) -> None:
-        """Start the ordering task."""
+        """Start the ordering task, and the validations that an earlier attempt left."""
         self._ordering = gather(self.line)
         self._submitter.start()
+        if self._validations is not None:
+            with acting_for(self):
+                self._validations.begin()
 
     def fence(self, error: FencedError) -> None:
         """Another driver owns the run: the next report raises, or the end of the block if there is none."""
         self._fenced = error
+        self._stop_validations()
 
     def _check_fenced(self) -> None:
         if self._fenced is not None or self.publisher.fenced:
@@ -512,6 +536,9 @@ class Run:
             self._result = self._drained(self._ordering)
         except Exception as failure:
             raise OrderingError(f"the ordering task of run {self.config.name} died: {failure}") from failure
+        finally:
+            if self._validations is not None:
+                self._validations.leave()
         return self._result
 
     def _drained(self, ordering: Pending[Result]) -> Result:

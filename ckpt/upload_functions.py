@@ -6,22 +6,18 @@ A function may return a `Checkpoint`; or a coroutine, a `concurrent.futures.Futu
 
 from __future__ import annotations
 
-import contextvars
 import dis
 import functools
 import inspect
-import threading
 import time
 import types
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
+from ckpt.calling import call_with_deadline, name_of
 from ckpt.checkpoint import Checkpoint
-from ckpt.errors import DeadlineError, UploadFunctionError
-
-PASS_THROUGH = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""Never turned into a failed report."""
+from ckpt.errors import UploadFunctionError
 
 
 def freeze_function(fn: Any) -> Any:
@@ -67,14 +63,6 @@ def _is_empty(cell: types.CellType) -> bool:
     return False
 
 
-def name_of(fn: Any) -> str:
-    """The dotted name that manifests and messages use."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    named = fn if hasattr(fn, "__qualname__") else type(fn)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 def call_upload_fn(
     fn: Any,
     checkpoint: Checkpoint,
@@ -102,50 +90,13 @@ def call_upload_fn(
         DeadlineError: it took longer; it is abandoned.
         UploadFunctionError: it returned what it must not, or raised a `BaseException` of its own kind.
     """
-    outcome: Future[Checkpoint] = Future()
-    context = contextvars.copy_context()
-    deadline = time.monotonic() + timeout
-
-    def run() -> None:
-        try:
-            value = context.run(_resolve, fn, checkpoint, name, deadline)
-        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread, which sorts it
-            _settle(outcome, error=error)
-        else:
-            _settle(outcome, value=value)
-
-    when_aborted(lambda reason: _settle(outcome, error=DeadlineError(reason)))
-    threading.Thread(target=run, name=f"ckpt-upload-fn-{name}", daemon=True).start()
-    try:
-        return outcome.result(timeout)
-    except PASS_THROUGH:
-        raise
-    except TimeoutError as error:
-        if time.monotonic() < deadline:
-            raise  # the function's own, or an abort
-        raise DeadlineError(
-            f"checkpoint_upload_fn {name_of(fn)} did not return within {timeout:.0f} s and was abandoned; "
-            "its thread may still be running"
-        ) from error
-    except Exception:
-        raise
-    except BaseException as error:  # torch's CheckpointException is one
-        raise UploadFunctionError(
-            f"checkpoint_upload_fn {name_of(fn)} raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def _settle(
-    outcome: Future[Checkpoint], *, value: Checkpoint | None = None, error: BaseException | None = None
-) -> None:
-    """Set the outcome unless it is set: of the function's end and an abort, the first counts."""
-    try:
-        if error is not None:
-            outcome.set_exception(error)
-        elif value is not None:
-            outcome.set_result(value)
-    except InvalidStateError:
-        pass
+    return call_with_deadline(
+        lambda deadline: _resolve(fn, checkpoint, name, deadline),
+        what=f"checkpoint_upload_fn {name_of(fn)}",
+        thread=f"ckpt-upload-fn-{name}",
+        timeout=timeout,
+        when_aborted=when_aborted,
+    )
 
 
 def _resolve(fn: Any, checkpoint: Checkpoint, name: str, deadline: float) -> Checkpoint:

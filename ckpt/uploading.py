@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from ckpt._dcp import check_shards
+from ckpt.calling import PASS_THROUGH, name_of
 from ckpt.checkpoint import Checkpoint
 from ckpt.credentials import redact
 from ckpt.errors import (
@@ -40,7 +41,7 @@ from ckpt.slots import DroppedError
 from ckpt.staging import Source, scan
 from ckpt.storage import Storage, join_uri, normalize_uri, open_storage
 from ckpt.transferring import check_arrived, list_files, upload_files
-from ckpt.upload_functions import PASS_THROUGH, call_upload_fn, check_upload_fn, freeze_function, name_of
+from ckpt.upload_functions import call_upload_fn, check_upload_fn, freeze_function
 
 logger = logging.getLogger("ckpt")
 
@@ -387,9 +388,9 @@ class _Upload:
         report, target = self.report, self.target
         return Manifest(
             seq=report.seq, attempt=target.attempt, name=report.name, location=location, files=files, empty_dirs=empty,
-            metrics=report.metrics, metadata=report.metadata, run=target.run, run_id=target.run_id, nonce=self.nonce,
-            uploaded_by=uploaded_by, created=report.created, committed=time.time(), versions=versions(),
-            git_commit=target.git_commit,
+            metrics=report.metrics, metadata=report.metadata, validation=report.validation, run=target.run,
+            run_id=target.run_id, nonce=self.nonce, uploaded_by=uploaded_by, created=report.created,
+            committed=time.time(), versions=versions(), git_commit=target.git_commit,
         )  # fmt: skip
 
     def _committed(self, manifest: Manifest) -> ReportRecord:

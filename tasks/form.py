@@ -24,6 +24,7 @@ from ckpt import (
     RunConfig,
     UploadConfig,
 )
+from ckpt_tasks.functions import resolve_function
 
 _DAYS = 366.0 * 24 * 3600
 """The longest time that a field takes, in seconds."""
@@ -186,6 +187,12 @@ class TrainConfig(Form):
     train_loop_config: dict[str, Any] = Field(
         default_factory=dict, title="Training settings", description="Given to the training function."
     )
+    validation_fn: str | None = Field(
+        default=None,
+        min_length=1,
+        title="Validation function",
+        description="package.module:function; called with each checkpoint reported with validation=True, returns metrics.",
+    )
     credentials: str | None = credentials_field()
     storage_options: dict[str, Any] = storage_options_field()
     resume: str = Field(
@@ -247,4 +254,5 @@ class TrainConfig(Form):
             stop_timeout=self.stop_timeout,
             staging_dir=self.staging_dir,
             lease_time=self.lease_time,
+            validation_fn=None if self.validation_fn is None else resolve_function(self.validation_fn),
         )

@@ -6,11 +6,12 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefect.context import FlowRunContext, TaskRunContext
@@ -18,10 +19,13 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from ckpt import Report, ReportRecord, Result, Run, RunConfig, open_run
 from ckpt.attempts import Owner
+from ckpt.context import acting_for
 from ckpt.errors import ConfigError, NoActiveRunError
 from ckpt.inflight import Destination
 from ckpt.ordering import ReportLine
 from ckpt.records import Pending
+from ckpt.validating import Validation, Verdict
+from ckpt_tasks._aside import aside
 from ckpt_tasks._delivery import api_answers, deliver, leave_after, without_api
 from ckpt_tasks._logging import run_logging
 from ckpt_tasks.deployed import check_deployed_path
@@ -31,6 +35,7 @@ from ckpt_tasks.publish import publish_result
 from ckpt_tasks.settings import CkptSettings
 from ckpt_tasks.signals import Stopping, stop_signals
 from ckpt_tasks.upload import upload_checkpoint, upload_quietly
+from ckpt_tasks.validate import validate_checkpoint
 from ckpt_tasks.view import RunView
 
 if TYPE_CHECKING:
@@ -40,6 +45,8 @@ logger = logging.getLogger("ckpt")
 
 TaskRuns = Literal["all", "failures"]
 """Which uploads are task runs."""
+Running: TypeAlias = "Callable[[Stopping], AbstractContextManager[Run]]"
+"""Opens a run and drains it, under the signals that may stop it."""
 _Uploads: TypeAlias = TaskRunner[Any] | ThreadPoolExecutor
 
 PUBLISH_TIME = 15.0
@@ -48,15 +55,15 @@ _LAST_SECONDS = 1.0
 """What each step of the end gets after a termination signal whose time is used up."""
 
 
-@contextmanager
-def training_run(
-    config: RunConfig, task_runner: TaskRunner[Any] | None = None, *, task_runs: TaskRuns = "all"
-) -> Iterator[Run]:
+class training_run(AbstractContextManager["Run"], AbstractAsyncContextManager["Run"]):  # noqa: N801 - called like open()
     """Open a run inside a flow or a task: `report()` in the block submits upload tasks under the flow run.
 
     Leaving the block drains, whatever happened in it, then raises what the failure policy says; the block's own
     exception wins. Owns SIGTERM and SIGINT meanwhile (see `ckpt_tasks.signals`), if it is in the main thread: after one,
     the termination is raised, and wins over any other exception: a dying process must not begin a retry.
+
+    In an async flow write `async with`: the run is opened and drained in a thread, and other coroutines go on. A
+    cancellation while it drains gives the uploads `stop_timeout` to finish, and is raised then.
 
     Args:
         config: the run.
@@ -65,14 +72,65 @@ def training_run(
         task_runs: `all`: one task run per uploaded report. `failures`: uploads run in plain threads, and only a failed one
             gets a task run, so that hundreds of reports stay readable and cost the API nothing.
 
-    Yields:
-        The run; `run.report(...)` is `ckpt.report(...)`, and `run.result` is set after the block.
+    Entering gives the run; `run.report(...)` is `ckpt.report(...)`, and `run.result` is set after the block.
 
     Raises:
         NoActiveRunError: outside a flow or task run.
         RunBusyError, StorageError, ConfigError: the run cannot begin; said before any training.
         CheckpointsLostError: at the end, by the failure policy; carries `.result`.
     """
+
+    def __init__(
+        self, config: RunConfig, task_runner: TaskRunner[Any] | None = None, *, task_runs: TaskRuns = "all"
+    ) -> None:
+        self._running = partial(_running, config, task_runner, task_runs)
+        self._sync: AbstractContextManager[Run] | None = None
+        self._async: AbstractAsyncContextManager[Run] | None = None
+
+    def __enter__(self) -> Run:
+        self._sync = _entered_here(self._running)
+        return self._sync.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._sync is not None
+        return self._sync.__exit__(kind, error, trace)
+
+    async def __aenter__(self) -> Run:
+        self._async = _entered_aside(self._running)
+        return await self._async.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._async is not None
+        return await self._async.__aexit__(kind, error, trace)
+
+
+@contextmanager
+def _entered_here(running: Running) -> Iterator[Run]:
+    with _terminating() as stopping, running(stopping) as run:
+        yield run
+
+
+@asynccontextmanager
+async def _entered_aside(running: Running) -> AsyncIterator[Run]:
+    with _terminating() as stopping:
+        async with aside(running(stopping), _stop) as run:
+            with acting_for(run):  # in this coroutine and what it starts
+                yield run
+
+
+def _stop(run: Run) -> None:
+    run.request_stop()
+
+
+@contextmanager
+def _running(
+    config: RunConfig, task_runner: TaskRunner[Any] | None, task_runs: TaskRuns, stopping: Stopping
+) -> Iterator[Run]:
+    """The run, in the thread that opens and drains it; the signals are another's."""
     owner, config = _owner(), _limited(config)
     check_deployed_path(config.storage_path, "storage_path")
     if task_runner is not None and not isinstance(task_runner, ThreadPoolTaskRunner):
@@ -86,11 +144,23 @@ def training_run(
     def submit(report: Report) -> Pending[ReportRecord]:
         return upload(report, opened[0].destination)
 
+    def submit_validation(validation: Validation) -> PrefectFuture[Verdict]:
+        return validations.submit(validate_checkpoint, {"validation": validation})
+
     ordering: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=1)
-    with _terminating() as stopping, run_logging(), _slots_given_back(), _left_in_time(stopping, uploads, ordering):
+    validations: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=config.max_concurrent_validations)
+    runners = (uploads, ordering, validations)
+    with run_logging(), _slots_given_back(), _left_in_time(stopping, *runners):
         view = RunView(config.name)
         try:
-            with open_run(config, submit, gather=_gather_on(ordering), owner=owner, observers=[view.publish]) as run:
+            with open_run(
+                config,
+                submit,
+                gather=_gather_on(ordering),
+                owner=owner,
+                observers=[view.publish],
+                submit_validation=submit_validation,
+            ) as run:
                 opened.append(run)
                 view.opened(run)
                 with stopping.block(run):

@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what runs in the background. Tests send the signal, also to programs that inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LASTING = ("ckpt-io", "ckpt-upload-fn-")
+LASTING = ("ckpt-io", "ckpt-upload-fn-", "ckpt-validation-fn-")
 """Threads that may outlive a test: the process's one event loop, and abandoned custom functions."""
 
 

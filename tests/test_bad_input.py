@@ -76,9 +76,14 @@ def test_what_is_no_checkpoint_is_refused_with_how_to_make_one(tmp_path, checkpo
     refuse(tmp_path, checkpoint, says="from_directory")
 
 
-def test_validation_is_refused_until_it_is_there(tmp_path):
+def test_validation_in_a_run_that_has_no_function_for_it_is_refused(tmp_path):
     """Rather than being ignored."""
-    refuse(tmp_path, make_checkpoint(tmp_path / "ck"), validation=True, says="record_evaluation")
+    refuse(tmp_path, make_checkpoint(tmp_path / "ck"), validation=True, says="validation_fn")
+
+
+def test_validation_without_a_checkpoint_is_refused(tmp_path):
+    """There is nothing to validate."""
+    refuse(tmp_path, validation=True, says="needs a checkpoint")
 
 
 @pytest.mark.parametrize("mode", [None, ASYNC, SYNC])

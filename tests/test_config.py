@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from ckpt import CheckpointConfig, FailurePolicy, KeepBest, KeepEvery, KeepLast, KeepYounger, RunConfig, UploadConfig
+from ckpt import (
+    CheckpointConfig,
+    FailurePolicy,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepYounger,
+    RunConfig,
+    UploadConfig,
+    ValidationTaskConfig,
+)
 from ckpt.config import parse_bytes
 from ckpt.errors import ConfigError
 from ckpt.retention import KeepAll
@@ -57,7 +67,12 @@ RUN = {"name": "run", "storage_path": "/runs"}
         (RunConfig, {**RUN, "resume": "yes"}, "'yes'"),
         (RunConfig, {**RUN, "resume": None}, "resume=None"),
         (RunConfig, {**RUN, "stop_timeout": -1}, "stop_timeout=-1"),
-        (RunConfig, {**RUN, "validation_fn": print}, "record_evaluation"),
+        (RunConfig, {**RUN, "validation_fn": "package:function"}, "'package:function'"),
+        (RunConfig, {**RUN, "validation_task_config": {}}, "validation_task_config={}"),
+        (RunConfig, {**RUN, "max_concurrent_validations": 0}, "max_concurrent_validations=0"),
+        (ValidationTaskConfig, {"fn_kwargs": {"data": object()}}, "'data'"),
+        (ValidationTaskConfig, {"fn_kwargs": [1]}, "fn_kwargs=[1]"),
+        (ValidationTaskConfig, {"timeout_s": 0}, "timeout_s=0"),
         (KeepLast, {"n": 0}, "KeepLast(0)"),
         (KeepBest, {"n": 1, "attribute": 3}, "attribute=3"),
         (KeepBest, {"n": 1, "attribute": "a", "order": "low"}, "'low'"),

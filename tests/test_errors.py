@@ -7,13 +7,20 @@ import re
 
 import pytest
 
-from ckpt import ReportRecord, ReportState, Result, errors
-from ckpt.errors import CheckpointsLostError, CkptError, UploadFailedError
+from ckpt import ReportedCheckpointStatus, ReportRecord, ReportState, Result, errors
+from ckpt.errors import CheckpointsLostError, CkptError, UploadFailedError, ValidationFailedError
+from ckpt.layout import CommitId
+from ckpt.validating import Verdict
 
 CLASSES = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, CkptError)]
 RECORD = ReportRecord(seq=3, attempt=1, name="three", state=ReportState.FAILED, metrics={"a": 1}, reason="no room")
 RESULT = Result(run="run", path="/runs/run", checkpoint=None, metrics={}, best_checkpoints=[], history=[])
-ARGUMENTS = {UploadFailedError: (RECORD,), CheckpointsLostError: ("the last one", RESULT)}
+VERDICT = Verdict(commit=CommitId(3, 1), status=ReportedCheckpointStatus.VALIDATION_FAILED, reason="no samples")
+ARGUMENTS = {
+    UploadFailedError: (RECORD,),
+    CheckpointsLostError: ("the last one", RESULT),
+    ValidationFailedError: (VERDICT,),
+}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -70,4 +77,5 @@ def test_every_error_says_what_it_is():
 def test_the_errors_that_carry_something_say_it_in_their_text():
     """A record's reason, and what was lost."""
     assert str(UploadFailedError(RECORD)) == "report 3 (three) is failed: no room"
+    assert str(ValidationFailedError(VERDICT)) == "checkpoint 3: validation_failed: no samples"
     assert str(CheckpointsLostError("the last one", RESULT)) == "the last one"

@@ -89,10 +89,11 @@ def test_every_number_of_the_form_has_a_limit():
 
 
 def test_the_form_has_every_setting_of_a_run():
-    """Nothing that code can say is missing, but callables and what is not there yet."""
+    """Nothing that code can say is missing, but what has fields of its own, and how validations are called."""
     shown = set(TrainConfig.model_fields)
     assert {field.name for field in fields(RunConfig)} - shown == {
-        "checkpoint_config", "upload_config", "failure_policy", "validation_fn",
+        "checkpoint_config", "upload_config", "failure_policy", "validation_task_config",
+            "max_concurrent_validations",
     }  # fmt: skip
     parts = TrainConfig.model_fields
     assert {field.name for field in fields(Uploading)} == set(parts["upload"].annotation.model_fields)

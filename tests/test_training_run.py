@@ -24,6 +24,7 @@ from ckpt import (
     Result,
     RunConfig,
     UploadConfig,
+    ValidationTaskConfig,
     report,
 )
 from ckpt.errors import CheckpointsLostError, ConfigError, CorruptCheckpointError, UploadFailedError
@@ -349,3 +350,50 @@ def test_a_dropped_report_is_a_skipped_task_run(tmp_path, storage_path):
     state, flow_run_id = run_flow(body)
     assert [row.state.value for row in state.result().history] == ["committed", "skipped", "committed", "committed"]
     eventually(lambda: task_runs(flow_run_id), lambda runs: runs.get("upload-000001 digits") == "Skipped")
+
+
+def test_validations_are_task_runs_and_a_failed_one_leaves_the_flow_green(tmp_path, storage_path):
+    """Named after the checkpoint; the metrics re-rank, and the state tells how each ended."""
+
+    def validate(checkpoint, split):
+        if checkpoint.seq == 1:
+            raise ValueError("no samples")
+        return {split: 1 - checkpoint.seq / 10}
+
+    best = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="dev")
+
+    def body() -> Result:
+        config = RunConfig(name="digits", storage_path=storage_path, validation_fn=validate, checkpoint_config=best)
+        with training_run(config) as run:
+            for n in range(3):
+                task = ValidationTaskConfig(fn_kwargs={"split": "dev"})
+                report({"n": n}, make_checkpoint(tmp_path / f"c{n}"), validation=task)
+        return run.result
+
+    state, flow_run_id = run_flow(body)
+    assert state.is_completed()
+    assert [metrics for _, metrics in state.result().best_checkpoints] == [{"n": 0, "dev": 1.0}, {"n": 2, "dev": 0.8}]
+    expected = {
+        "validate-000000 digits": "Completed",
+        "validate-000001 digits": "Validation Failed",
+        "validate-000002 digits": "Completed",
+    }
+    eventually(lambda: task_runs(flow_run_id), lambda runs: expected.items() <= runs.items())
+
+
+def test_a_validation_function_of_the_form_is_given_by_name(tmp_path, storage_path, monkeypatch):
+    """As the training function; a bad name is refused before anything is trained."""
+    (tmp_path / "my_validation.py").write_text("def accuracy(checkpoint):\n    return {'accuracy': 0.5}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def loop():
+        report({}, make_checkpoint(tmp_path / "ck"), validation=True)
+
+    config = TrainConfig(name="digits", storage_path=storage_path, validation_fn="my_validation:accuracy")
+    state, _ = run_flow(lambda: run_training(config, loop))
+    assert state.result().metrics == {"accuracy": 0.5}
+    missing = config.model_copy(update={"validation_fn": "my_validation:precision"})
+    state, _ = run_flow(lambda: run_training(missing, loop))
+    with pytest.raises(ConfigError, match="precision"):
+        state.result()

@@ -172,6 +172,16 @@ def training(epochs: int) -> Result:
 
 
 @flow
+async def training_beside(epochs: int) -> Result:
+    async with training_run(CONFIG) as run:
+        for _ in range(epochs):
+            run.report(
+                {"loss": 0.1}, Checkpoint("/tmp/c"), validation=ckpt.ValidationTaskConfig(fn_kwargs={"split": "dev"})
+            )
+    return run.result
+
+
+@flow
 def trained(config: TrainConfig) -> Result:
     def train_fn(settings: Mapping[str, Any]) -> None:
         ckpt.report({"epochs": settings["epochs"]})
