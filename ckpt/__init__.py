@@ -80,9 +80,14 @@ __all__ = [
     "stop_requested",
 ]
 
-# Prefect stores class paths in results, and pickles hold them: the public path keeps old ones readable.
-for _name in __all__:
-    _object = globals()[_name]
-    if getattr(_object, "__module__", "").startswith("ckpt.") and isinstance(_object, type):
-        _object.__module__ = __name__
-del _name, _object
+
+def _publish_classes() -> None:
+    """Prefect stores class paths in results, and pickles hold them: the public path keeps old ones readable."""
+    for name in __all__:
+        public = globals()[name]
+        if isinstance(public, type) and public.__module__.startswith("ckpt."):
+            public.__module__ = __name__
+
+
+_publish_classes()
+del _publish_classes

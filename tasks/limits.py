@@ -151,7 +151,7 @@ class _Queue:
             except Exception as error:  # noqa: BLE001 - told to the upload that waits
                 self._refuse(error)
                 continue
-            if isinstance(lease, float):
+            if not isinstance(lease, _Lease):
                 self._pause(lease)
             elif not self._hand(lease) and lease.give_back is not None:
                 lease.give_back()
