@@ -17,6 +17,8 @@ from ckpt.manifest import Manifest, Tombstone
 from ckpt.publishing import Publisher
 from ckpt.records import ReportRecord, ReportState
 
+_MOST_LOST = 100_000
+"""Reports without a row that a killed process can have left, by far: what is pending is bounded."""
 _LOST = "its process ended before the report was final"
 
 
@@ -25,13 +27,22 @@ def adopt(publisher: Publisher, live: Live, found: Found, first_seq: int) -> Non
 
     For a seq that has neither a commit nor a row a tombstone is created at the commit's own key, so that a straggling
     upload of the old driver cannot commit it any more; if the commit was there first after all, it is adopted.
+
+    Raises:
+        FormatError: so many seqs are missing that a name in the store must be damaged or made up.
     """
     manifests = {
         manifest.seq: manifest
         for manifest in read_manifests(live.attempt.objects, [c for c in found.commits if found.lineage.counts(c)])
     }
     history = History(objects=live.attempt.objects, refer=publisher.refer, lineage=found.lineage)
-    missing = sorted(set(range(first_seq)) - history.seqs())
+    published = history.seqs()
+    if first_seq - len(published) > _MOST_LOST:
+        raise FormatError(
+            f"{live.attempt.objects.uri} has objects up to seq {first_seq - 1}, and rows of {len(published)} reports only: "
+            "a name below commits/ or history/, or a first_seq below attempts/, is damaged or made up; remove that object"
+        )
+    missing = sorted(set(range(first_seq)) - published)
     rows = [_row(publisher, live.attempt, found, manifests, seq) for seq in missing]
     committed = {seq: record_of(publisher, manifest) for seq, manifest in manifests.items()}
     committed |= {row.seq: row for row in rows if row.checkpoint is not None}

@@ -309,6 +309,21 @@ def _template() -> dict[str, bytes]:
 _objects: dict[str, bytes] = {}
 
 
+@pytest.mark.parametrize(
+    "key", ["commits/999999999999.a1.json", "history/a1-999999999999-999999999999.jsonl", "attempts/0001.start.json"]
+)
+def test_a_made_up_number_of_reports_is_refused_before_it_costs_anything(run_uri, key):
+    """No row for each of a million million seqs."""
+    if key.startswith("attempts"):
+        craft(run_uri, key, lambda body: body.update(first_seq=999999999999))
+        open_storage(run_uri).delete(["attempts/0001.end.json"])
+    else:
+        open_storage(run_uri).create(key, b"{}\n")
+    storage_path, _, name = run_uri.rpartition("/")
+    with pytest.raises(FormatError, match="damaged or made up"), open_run(make_config(storage_path, name)):
+        pass
+
+
 def test_a_damaged_run_does_not_hide_the_others(storage_path, tmp_path, caplog):
     """`list_runs` passes it over with a warning."""
     for name in ("good", "bad"):
