@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # Extra arguments for pytest: make test ARGS='tests/test_wheel.py -x'
 ARGS ?=
+# Test processes side by side; much of their time they wait. Each has servers of its own.
+JOBS ?= 2
 # Byte code is written at the first import: that halves the time of the installation.
 PIP_FLAGS ?= --no-compile
 # The temporary server of Prefect takes half a minute to start on a busy machine; Prefect's default gives it 20 seconds.
@@ -19,7 +21,7 @@ train: $(VENV)/.train  ## Train the example model; checkpoints are uploaded whil
 	$(BIN)/python flows/train.py
 
 test: $(VENV)/.test  ## Run the tests (ARGS=... goes to pytest)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
 
 lint: $(VENV)/.dev  ## Check style, formatting and import direction
 	$(BIN)/ruff check
