@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,6 +23,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LASTING = ("ckpt-io", "ckpt-upload-fn-", "ckpt-validation-fn-")
 """Threads that may outlive a test: the process's one event loop, and abandoned custom functions."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test logs may be no Unicode, and has to reach the process that prints it all the same."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(params=["local", "memory"])
