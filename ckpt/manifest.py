@@ -20,7 +20,7 @@ from ckpt._json import encode, loads
 from ckpt.errors import ConfigError, FormatError, NewerFormatError
 from ckpt.layout import FORMAT, CommitId, check_relative
 from ckpt.metrics import Metrics
-from ckpt.storage import normalize_uri
+from ckpt.storage import join_uri, normalize_uri
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,10 @@ class Manifest:
     def external(self) -> bool:
         """Whether the files lie outside the run; such files are never deleted."""
         return "://" in self.location or self.location.startswith("/")
+
+    def uri(self, run: str) -> str:
+        """Where the files are, given the run's URI."""
+        return self.location if self.external else join_uri(run, self.location)
 
     def encode(self) -> bytes:
         """The object's bytes."""

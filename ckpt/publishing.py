@@ -154,7 +154,7 @@ class Publisher:
 
     def reference(self, manifest: Manifest) -> Checkpoint:
         """The reference of a commit of this run."""
-        uri = manifest.location if manifest.external else join_uri(self._storage.uri, manifest.location)
+        uri = manifest.uri(self._storage.uri)
         return self.refer(uri, join_uri(self._storage.uri, manifest.id.key)).with_manifest(manifest, self._storage)
 
     def adopt(

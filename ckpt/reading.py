@@ -107,7 +107,7 @@ class RunFiles:
 
     def checkpoint(self, manifest: Manifest) -> Checkpoint:
         """The reference of a commit, knowing its manifest."""
-        uri = manifest.location if manifest.external else join_uri(self.uri, manifest.location)
+        uri = manifest.uri(self.uri)
         return self.refer(uri, join_uri(self.uri, manifest.id.key)).with_manifest(manifest, self.storage)
 
     def best(

@@ -394,7 +394,7 @@ class _Upload:
         )  # fmt: skip
 
     def _committed(self, manifest: Manifest) -> ReportRecord:
-        uri = manifest.location if manifest.external else join_uri(self.target.storage.uri, manifest.location)
+        uri = manifest.uri(self.target.storage.uri)
         source = self.report.source
         if source is not None:
             source.discard()

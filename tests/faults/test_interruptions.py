@@ -225,9 +225,10 @@ def test_an_upload_that_hangs_is_aborted_at_the_end_of_the_time(start, tmp_path,
     check_nothing_partial(tmp_path)
 
 
-def test_a_network_that_hangs_leaves_no_multipart_upload(start, moto_server):
-    """The part that hangs is cancelled at once, its multipart upload aborted, and nothing else left in the bucket."""
-    with _bucket(moto_server) as bucket, faulty_server.faulty(moto_server) as s3:
+@contextmanager
+def stuck_in_a_part(start, server):
+    """A training whose multipart upload hangs, the proxy it hangs in, and the bucket."""
+    with _bucket(server) as bucket, faulty_server.faulty(server) as s3:
         stuck = threading.Event()
 
         def rule(request):
@@ -239,9 +240,15 @@ def test_a_network_that_hangs_leaves_no_multipart_upload(start, moto_server):
         s3.rule = rule
         training = start(
             storage=f"s3://{bucket}/runs", steps=1, big=40 * 2**20, after=60.0, run={"stop_timeout": 5.0},
-            environment={**moto_server.env, "AWS_ENDPOINT_URL": s3.endpoint},
+            environment={**server.env, "AWS_ENDPOINT_URL": s3.endpoint},
         )  # fmt: skip
         assert stuck.wait(DEADLINE)
+        yield training, s3, bucket
+
+
+def test_a_network_that_hangs_leaves_no_multipart_upload(start, moto_server):
+    """The part that hangs is cancelled at once, its multipart upload aborted, and nothing else left in the bucket."""
+    with stuck_in_a_part(start, moto_server) as (training, s3, bucket):
         began = training.send(signal.SIGTERM)
         assert training.ended() == -signal.SIGTERM
         assert time.monotonic() - began < PREFECTS_KILL
@@ -255,21 +262,8 @@ def test_a_network_that_hangs_leaves_no_multipart_upload(start, moto_server):
 
 def test_a_store_that_is_gone_does_not_hold_the_process(start, moto_server):
     """Nothing can be written any more, not even the failure: the process goes all the same."""
-    with _bucket(moto_server) as bucket, faulty_server.faulty(moto_server) as s3:
-        stuck = threading.Event()
-
-        def rule(request):
-            if stuck.is_set() or request.operation == "UploadPart":
-                stuck.set()
-                return faulty_server.hang
-            return None
-
-        s3.rule = rule
-        training = start(
-            storage=f"s3://{bucket}/runs", steps=1, big=40 * 2**20, after=60.0, run={"stop_timeout": 5.0},
-            environment={**moto_server.env, "AWS_ENDPOINT_URL": s3.endpoint},
-        )  # fmt: skip
-        assert stuck.wait(DEADLINE)
+    with stuck_in_a_part(start, moto_server) as (training, s3, _):
+        s3.rule = lambda _: faulty_server.hang
         began = training.send(signal.SIGINT)
         assert training.ended() != 0
         assert time.monotonic() - began < PREFECTS_KILL
