@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import random
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,7 +72,8 @@ def open_run(
     """
     with ExitStack() as stack:
         claimant = replace(owner or Owner(), lease_time=config.lease_time)
-        run = _start(config, submit, submit_validation, claimant, observers or [], stack)
+        with _same_random_numbers():
+            run = _start(config, submit, submit_validation, claimant, observers or [], stack)
         run.begin(gather or _gather_in_thread)
         error: BaseException | None = None
         try:
@@ -93,6 +95,16 @@ def finish(run: Run, error: BaseException | None) -> None:
         if error is None:
             raise
         logger.exception("run %s could not be drained", run.config.name)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Libraries that are imported for a store may draw from `random` (rich does): the training's numbers stay the same."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _start(

@@ -1,18 +1,13 @@
 """Bad input is refused at the call or at the start of a run: what, where, what to do; and nothing is left behind."""
 
 import os
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from helpers import make_checkpoint, make_config, states, storage_of
 
 from ckpt import Checkpoint, CheckpointUploadMode, list_runs, open_run, report
-from ckpt._retry import RetryingStorage
-from ckpt.errors import AccessDeniedError, CkptError, ConfigError, TransientStorageError
-from ckpt.storage import open_storage
+from ckpt.errors import AccessDeniedError, CkptError, ConfigError
 from ckpt.testing import FailOnceStorage
 
 ASYNC, SYNC, NO_UPLOAD = CheckpointUploadMode
@@ -158,33 +153,3 @@ def test_a_start_that_fails_half_way_lets_the_next_one_in(storage_path, tmp_path
         report({}, make_checkpoint(tmp_path / "ck"))
     assert states(run.result) == ["committed"]
     assert [found.name for found in list_runs(storage_path)] == ["run"]
-
-
-# ------------------------------------------------------------------------------------------------------- random numbers
-
-
-def random_states() -> tuple:
-    legacy = np.random.get_state()  # noqa: NPY002 - what most training code draws from
-    return random.getstate(), legacy[1].tobytes(), torch.random.get_rng_state().numpy().tobytes()
-
-
-def test_uploads_do_not_touch_any_random_number_generator(storage_path, tmp_path):
-    """A training with uploads draws the same numbers as one without."""
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002 - as above
-    torch.manual_seed(1)
-    before = random_states()
-    with open_run(make_config(storage_path)) as run:
-        for number, mode in enumerate((None, ASYNC, SYNC, NO_UPLOAD)):
-            report({"n": number}, make_checkpoint(tmp_path / str(number)), checkpoint_upload_mode=mode)
-    assert states(run.result) == ["committed"] * 4
-    assert random_states() == before
-
-
-def test_retries_do_not_touch_any_random_number_generator(tmp_path):
-    """Their pauses are random, by a generator of their own."""
-    before = random_states()
-    flaky = FailOnceStorage(open_storage(tmp_path / "store"), "write", error=TransientStorageError("503"), times=2)
-    RetryingStorage(lambda: flaky, budget=10, first_pause=0.001).write("key", b"data")
-    assert flaky.read("key") == b"data"
-    assert random_states() == before

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import DEADLINE
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -368,23 +367,6 @@ def test_expired_credentials_open_the_storage_again():
 
     assert RetryingStorage(opener, first_pause=0.01).read("a") == b"1"
     assert len(opened) == 3
-
-
-def test_trying_again_leaves_the_global_random_numbers_alone():
-    """In a process of its own: threads of other libraries draw from them, too."""
-    script = """if True:
-        import random
-        from ckpt._memory import MemoryStorage
-        from ckpt._retry import RetryingStorage
-        from ckpt.testing import FailOnceStorage
-        random.seed(7)
-        before = random.getstate()
-        storage = FailOnceStorage(MemoryStorage(), "list", times=3)
-        list(RetryingStorage(lambda: storage, budget=60, first_pause=0.001).list())
-        print(random.getstate() == before)
-    """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True)
-    assert done.stdout.strip() == "True"
 
 
 # ----------------------------------------------------------------------------------------------------- budget and watch

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -477,22 +476,6 @@ def test_an_option_that_s3fs_does_not_have_is_named(proxy, uri):
 
 
 # ----------------------------------------------------------------------------------------------------------- the rest
-
-
-def test_the_global_random_numbers_are_those_of_the_training(proxy, uri, raw, source, tmp_path):
-    """Also when something has to be tried again: a run draws the same numbers with uploads as without."""
-    storage = open_storage(uri)
-    storage.write("warm", b"up")
-    random.seed(7)
-    expected = random.random()
-    random.seed(7)
-    proxy.rule = lambda request: answer(503, "SlowDown") if request.number == 0 else None
-    proxy.seen.clear()
-    storage.create("a", b"1")
-    storage.upload(source, "file", progress=IGNORE)
-    storage.download("file", tmp_path / "target", progress=IGNORE)
-    storage.delete([entry.key for entry in storage.list()])
-    assert random.random() == expected
 
 
 def test_a_budget_that_holds_no_part_is_refused():
