@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 
+_instances: list[str] = []
+"""The addresses of this session's servers: one."""
+
+
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API's URL; whatever server the developer has configured is left alone."""
@@ -35,8 +39,10 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
         patch.setenv("DO_NOT_TRACK", "1")
         refresh_global_settings_context()
+        assert not _instances, "prefect_server is a fixture of the whole session: name it, and never import it"
         with embedded_server() as url:
             assert url is not None
+            _instances.append(url)
             yield url
     refresh_global_settings_context()
 

@@ -15,7 +15,6 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.server.schemas.actions import WorkPoolCreate
 from prefect.utilities.callables import parameter_schema
 from prefect.workers.base import BaseJobConfiguration
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt_tasks import TrainConfig
 
@@ -86,7 +85,7 @@ def test_the_job_template_is_one_that_the_server_takes_and_a_worker_can_fill_in(
 
 
 @pytest.mark.prefect
-def test_a_worker_fills_the_job_template_in(prefect_server):  # noqa: F811 - the fixture
+def test_a_worker_fills_the_job_template_in(prefect_server):
     """With the defaults: numbers stay numbers, and what is empty is left out."""
 
     class Job(BaseJobConfiguration):

@@ -17,7 +17,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt import Checkpoint, Result, committed, list_runs, resolve
 from ckpt_tasks.functions import SETTING
@@ -66,7 +65,7 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def deployed(prefect_server, tmp_path_factory) -> Iterator[Worker]:  # noqa: F811 - the fixture
+def deployed(prefect_server, tmp_path_factory) -> Iterator[Worker]:
     """The deployments of deployments/prefect.yaml, and a worker."""
     folder = tmp_path_factory.mktemp("worker")
     with get_client(sync_client=True) as client:

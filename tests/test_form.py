@@ -14,7 +14,6 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.utilities.callables import parameter_schema
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 from pydantic import ValidationError
 
 from ckpt import (
@@ -183,7 +182,7 @@ def test_a_bad_value_is_refused_by_the_form_itself(values):
 
 
 @pytest.mark.prefect
-def test_the_server_refuses_bad_values_and_takes_good_ones(prefect_server):  # noqa: F811 - the fixture
+def test_the_server_refuses_bad_values_and_takes_good_ones(prefect_server):
     """Before a run exists; a credential that is none is not stored. What the form says is what the flow gets."""
     with get_client(sync_client=True) as client:
         flow_id = client.create_flow_from_name("train-form")

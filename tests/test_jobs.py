@@ -12,7 +12,6 @@ from helpers import make_checkpoint, make_config
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from prefect.states import Pending
-from prefect_server import prefect_server  # noqa: F401 - a fixture
 
 from ckpt import CheckpointConfig, KeepLast, Result, committed, open_run, resolve
 from ckpt.errors import CheckpointNotFoundError, CheckpointPrunedError, ConfigError, RunBusyError, UploadFailedError
@@ -84,7 +83,7 @@ def test_a_report_without_a_checkpoint_or_that_failed_is_not_pruned(tmp_path, st
 
 
 @pytest.mark.prefect
-def test_an_evaluation_writes_its_scores_to_the_checkpoint_that_was_meant(prefect_server, tmp_path):  # noqa: F811
+def test_an_evaluation_writes_its_scores_to_the_checkpoint_that_was_meant(prefect_server, tmp_path):
     """`@best` is settled at the start; best-k of readers sees the scores, with their source."""
     evaluate = load("evaluation.py", "evaluate")
     run = make_run(tmp_path / "runs", tmp_path, checkpoint_score_attribute="step", checkpoint_score_order="min")
@@ -99,7 +98,7 @@ def test_an_evaluation_writes_its_scores_to_the_checkpoint_that_was_meant(prefec
 
 
 @pytest.mark.prefect
-def test_an_evaluation_that_comes_too_late_is_completed_as_pruned(prefect_server, tmp_path, monkeypatch):  # noqa: F811
+def test_an_evaluation_that_comes_too_late_is_completed_as_pruned(prefect_server, tmp_path, monkeypatch):
     """Before it began; and while the function runs, when the scores find no checkpoint to belong to."""
     evaluate, prune = load("evaluation.py", "evaluate"), load("prune.py", "prune")
     run = make_run(tmp_path / "runs", tmp_path)
@@ -134,7 +133,7 @@ def test_an_evaluation_that_comes_too_late_is_completed_as_pruned(prefect_server
         ("@2", "os:system", ConfigError, "not allowed"),
     ],
 )
-def test_an_evaluation_that_cannot_be_made_fails_and_says_why(prefect_server, tmp_path, ref, function, error, text):  # noqa: F811
+def test_an_evaluation_that_cannot_be_made_fails_and_says_why(prefect_server, tmp_path, ref, function, error, text):
     """A wrong reference, a wrong function, a forbidden one."""
     evaluate = load("evaluation.py", "evaluate")
     run = make_run(tmp_path / "runs", tmp_path)
@@ -146,7 +145,7 @@ def test_an_evaluation_that_cannot_be_made_fails_and_says_why(prefect_server, tm
 
 
 @pytest.mark.prefect
-def test_a_living_run_is_not_pruned_and_a_finished_one_keeps_what_the_rules_say(prefect_server, tmp_path):  # noqa: F811
+def test_a_living_run_is_not_pruned_and_a_finished_one_keeps_what_the_rules_say(prefect_server, tmp_path):
     """The latest and the best stay beside them."""
     prune = load("prune.py", "prune")
     config = make_config(tmp_path / "runs", checkpoint_config=CheckpointConfig(checkpoint_score_attribute="loss"))
@@ -163,7 +162,7 @@ def test_a_living_run_is_not_pruned_and_a_finished_one_keeps_what_the_rules_say(
 
 
 @pytest.mark.prefect
-def test_an_upload_whose_destination_is_taken_fails_and_changes_nothing(prefect_server, tmp_path):  # noqa: F811
+def test_an_upload_whose_destination_is_taken_fails_and_changes_nothing(prefect_server, tmp_path):
     """The state says what was uploaded, or why nothing was."""
     upload = load("upload.py", "upload")
     source = make_checkpoint(tmp_path / "source", {"w": b"first"})
@@ -181,7 +180,7 @@ def test_an_upload_whose_destination_is_taken_fails_and_changes_nothing(prefect_
 
 
 @pytest.mark.prefect
-def test_a_deployed_run_with_a_relative_storage_path_is_refused_before_it_writes(prefect_server, tmp_path, monkeypatch):  # noqa: F811
+def test_a_deployed_run_with_a_relative_storage_path_is_refused_before_it_writes(prefect_server, tmp_path, monkeypatch):
     """The working directory is a worker's. Outside a deployment the same path is the user's own folder."""
     monkeypatch.chdir(tmp_path)
     train = load("train.py", "train")
