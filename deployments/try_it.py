@@ -141,7 +141,7 @@ def try_training_run(checks: Checks, client: SyncPrefectClient, proxy: CountingP
 def _artifacts(checks: Checks, client: SyncPrefectClient) -> None:
     text = artifact(client, result_key("digits"))
     plot = "](data:image/svg+xml;base64," in text
-    rows = text.count("committed, *kept*")
+    rows = text.replace("\N{NO-BREAK SPACE}", " ").count("committed, *kept*")
     checks.check(plot and rows == EPOCHS, f"artifact {result_key('digits')}: plot {plot}, {rows} rows of reports")
     live = json.loads(artifact(client, live_key("digits")))
     checks.check(len(live) == EPOCHS, f"artifact {live_key('digits')}: {len(live)} rows; the newest: {live[0]}")
@@ -158,7 +158,7 @@ def _events(checks: Checks, client: SyncPrefectClient, flow_run: UUID) -> None:
 
 def _evaluations(checks: Checks, client: SyncPrefectClient, run: str) -> None:
     def scores() -> list[float]:
-        metrics = [checkpoint.metrics for checkpoint in committed(run)]
+        metrics = [metrics for _, metrics in Result.from_path(run).best_checkpoints]
         return [each["worst_class_accuracy"] for each in metrics if "worst_class_accuracy" in each]
 
     scored = eventually("the scores of the evaluations", scores, lambda found: len(found) == EPOCHS)
@@ -202,9 +202,7 @@ def try_limit(checks: Checks, client: SyncPrefectClient, proxy: CountingProxy, s
     checks.check(left == 0, f"slots held after the runs: {left}")
 
 
-def _slot_use(
-    checks: Checks, by_run: dict[str, list[list[float]]], uploads: list[list[float]], slots: int
-) -> None:
+def _slot_use(checks: Checks, by_run: dict[str, list[list[float]]], uploads: list[list[float]], slots: int) -> None:
     first, last = uploads[0][0], max(end for _, end in uploads)
     for name, own in sorted(by_run.items(), key=lambda item: item[1]):
         checks.say(f"  {name} uploaded from {own[0][0] - first:.1f} to {max(end for _, end in own) - first:.1f} s")
