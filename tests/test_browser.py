@@ -75,10 +75,16 @@ class Ui:
         expect(self.page.get_by_role("button", name="Run", exact=True)).to_be_visible()
 
     def wait_for_state(self, run_name: str, state: str) -> None:
-        """On the deployment's page, whose list of runs follows their states."""
+        """On the deployment's page, loaded again until its list of runs says so."""
         link = self.page.get_by_role("link", name=run_name, exact=True)
         card = self.page.locator("[data-slot=card]", has=link).filter(has_text=state)
-        expect(card.first).to_be_visible()
+
+        def seen() -> int:
+            self.page.reload()
+            expect(link.first).to_be_visible()
+            return card.count()
+
+        eventually(seen, bool)
 
     def open_run(self, run_name: str) -> None:
         self.page.get_by_role("link", name=run_name, exact=True).first.click()
