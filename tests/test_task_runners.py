@@ -1,26 +1,18 @@
 """The tasks under the task runners that people use: threads, processes, Dask. Ray is not tried here."""
 
 import importlib.util
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import content, make_checkpoint
-from prefect import allow_failure, flow
+from pipelines import pipeline
+from prefect import flow
 from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 
-from ckpt import Checkpoint, KeepLast, Result, RunConfig, open_run
+from ckpt import Checkpoint, Result, RunConfig, open_run
 from ckpt.errors import CheckpointNotFoundError, UploadFailedError, UploadFunctionError
-from ckpt_tasks import (
-    gather_reports,
-    prune_checkpoints,
-    publish_result,
-    restore_checkpoint,
-    upload_checkpoint,
-    verify_checkpoint,
-)
 
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("prefect_server")]
 
@@ -57,57 +49,6 @@ class Seen:
     missing: Exception
     live: Any
     """Of a function that closes over a Future: a record, or the refusal."""
-
-
-def broken(checkpoint, name):
-    raise ConnectionResetError("the cable is out")
-
-
-def outcome(work):
-    """What it gives, or what it raises."""
-    try:
-        return work()
-    except Exception as error:  # what a task runner brings back is the thing under test
-        return error
-
-
-def pipeline(root: Path) -> dict[str, Any]:
-    checkpoints = [make_checkpoint(root / f"c{n}", {"data": str(n)}) for n in range(3)]
-    destinations = [str(root / "out" / f"day-{n}") for n in range(3)]
-    futures = [*upload_checkpoint.map(checkpoints, destinations, seq=[0, 1, 2])]
-    bad = make_checkpoint(root / "bad")
-    named = upload_checkpoint.with_options(name="export")
-    futures.append(named.submit(bad, str(root / "out" / "bad"), seq=3, checkpoint_upload_fn=broken))
-    result = gather_reports(allow_failure(futures), retention=KeepLast(2))
-    best = result.best_checkpoints[-1][0]
-    restored = restore_checkpoint.submit(best, str(root / "restored"))
-    verified = verify_checkpoint.submit(best)
-    pruned = prune_checkpoints.submit(str(root / "runs" / "run"), KeepLast(1))
-    missing = verify_checkpoint.submit(str(root / "nowhere"))
-    published = publish_result.submit(result)
-    future: Future[None] = Future()
-    future.set_result(None)
-
-    def closes_over_a_future(checkpoint, name):
-        future.result()
-        return checkpoint
-
-    def upload_live():
-        destination = str(root / "out" / "live")
-        return named.submit(
-            make_checkpoint(root / "live"), destination, checkpoint_upload_fn=closes_over_a_future
-        ).result()
-
-    published.result()
-    return {
-        "records": [outcome(item.result) for item in futures],
-        "result": result,
-        "restored": restored.result(),
-        "verified": verified.result(),
-        "pruned": pruned.result(),
-        "missing": outcome(missing.result),
-        "live": outcome(upload_live),
-    }
 
 
 @pytest.fixture(
