@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -177,7 +178,8 @@ class _Axis:
             return cls(math.log10(low), math.log10(high), log=True)
         if low == high:
             room = abs(low) * 0.1 or 1.0
-            return cls(low - room, high + room, log=False)
+            largest = sys.float_info.max
+            return cls(max(low - room, -largest), min(high + room, largest), log=False)
         return cls(low, high, log=False)
 
     def y(self, value: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_tasks.plot import lookup, metrics_svg, svg_data_uri
@@ -138,6 +139,8 @@ def test_a_data_uri_carries_the_svg() -> None:
     assert base64.b64decode(body).decode() == svg
 
 
+@example([-1.634266486238469e308], "")  # room around one value beside the largest float
+@example([sys.float_info.max], "")
 @given(st.lists(st.floats() | st.none() | st.text(max_size=3), max_size=600), st.text(max_size=50))
 def test_any_values_and_any_name_make_well_formed_xml(values: list[Any], name: str) -> None:
     svg = metrics_svg(rows(*values, name=name), [name], best=len(values) // 2)
