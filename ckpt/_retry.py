@@ -34,8 +34,7 @@ class RetryingStorage:
     """A storage whose transient failures are tried again; everything else is raised at once.
 
     When the store says that credentials have expired, or refuses those that were replaced meanwhile, the storage is opened
-    anew, which resolves them afresh. A
-    `create` whose answer got lost ends in `ObjectExistsError`: callers read back and compare.
+    anew, which resolves them afresh. A `create` whose answer got lost ends in `ObjectExistsError`: callers read back and compare.
 
     Args:
         opener: makes the storage; pickled along.

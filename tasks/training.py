@@ -117,13 +117,9 @@ def _entered_here(running: Running) -> Iterator[Run]:
 @asynccontextmanager
 async def _entered_aside(running: Running) -> AsyncIterator[Run]:
     with _terminating() as stopping:
-        async with aside(running(stopping), _stop) as run:
+        async with aside(running(stopping), Run.request_stop) as run:
             with acting_for(run):  # in this coroutine and what it starts
                 yield run
-
-
-def _stop(run: Run) -> None:
-    run.request_stop()
 
 
 @contextmanager
